@@ -1,0 +1,1 @@
+"""Pretraining language models with multi-token prediction (MTP), in JAX."""

@@ -1,0 +1,508 @@
+"""Checkpoints: asynchronous, atomic, sharded and verified. All that touches orbax.
+
+DIRECTORY/STEP/                one checkpoint; orbax renames it into place when whole
+  _CHECKPOINT_METADATA         JSON: `custom_metadata` is our record, with its SHA-256
+  state/                       the arrays under their names, nested
+DIRECTORY/STEP.damaged-N/      a directory that was in the way of a save, moved aside
+
+The record holds the caller's metadata (config, conventions, versions), the data
+iterators' state, and each leaf's shape, dtype and checksum. Orbax 0.12 by itself misses
+57 of 60 flipped bits in array data, casts dtypes silently, and takes any directory with
+a number for a name as a checkpoint, an empty one too; the record is there to see these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import itertools
+import json
+import logging as std_logging
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from etils import epath
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
+from jaxtyping import Array, PyTree, Shaped, UInt32
+from orbax.checkpoint import v1 as ocp
+
+from mtpjax.flags import ConfigError
+
+_RECORD = '_CHECKPOINT_METADATA'  # orbax's name for it
+_SHOWN = 12  # leaves named in a message
+
+
+class CheckpointError(RuntimeError):
+  """Checkpoints cannot be written, found or read; says where and what to do."""
+
+
+class CheckpointMismatchError(CheckpointError):
+  """The checkpoint is sound, but of another model: tree, shapes or dtypes differ."""
+
+
+class _DamagedError(Exception):
+  """This step cannot be read; an older one may do."""
+
+
+@dataclasses.dataclass
+class Config:
+  every: int  # steps from one save to the next
+  keep: int = 3  # the newest so many stay
+  keep_every: int | None = None  # multiples of this step stay for ever
+
+  def finalize(self, field: str = 'checkpoint') -> None:
+    for name, value in vars(self).items():
+      if (name, value) != ('keep_every', None) and not value >= 1:
+        problem, fix = 'is not positive', 'use a whole number of at least 1'
+        raise ConfigError(f'{field}.{name}', value, problem, fix)
+
+
+class Restored(NamedTuple):
+  step: int
+  state: Any  # from `restore_params`, the parameters alone
+  data_state: dict
+  metadata: dict
+
+
+class Checkpoints(contextlib.AbstractContextManager):
+  """The checkpoints of one run: `save` while training, `restore` to go on.
+
+  Without a config they are open for reading only and nothing is ever written. Every
+  process of a run makes the same calls with the same directory.
+
+  Raises:
+    CheckpointError: The directory cannot be written.
+  """
+
+  def __init__(
+    self,
+    directory: str | os.PathLike,
+    config: Config | None = None,
+    metadata: dict | None = None,
+  ):
+    _hush_orbax()
+    self.directory = _absolute(directory)
+    self.config, self.metadata = config, metadata or {}
+    self._pending: tuple[int, ocp.AsyncResponse] | None = None
+    self._damaged: set[int] = set()
+    self._swept = False
+    if config is not None:
+      config.finalize()
+      self._probe()
+
+  def __exit__(self, kind, error, trace) -> None:
+    try:
+      self.close()
+    except CheckpointError as failure:
+      if kind is None:
+        raise
+      logging.error('%s', failure)  # must not hide the error already under way
+
+  def steps(self) -> list[int]:
+    """The steps with a whole checkpoint, ascending; those found damaged left out."""
+    whole = [s for s in _numbered(self.directory) if s not in self._damaged]
+    return [s for s in whole if (self.directory / str(s) / _RECORD).exists()]
+
+  def latest_step(self) -> int | None:
+    return max(self.steps(), default=None)
+
+  def save(
+    self, step: int, state: PyTree, data_state: dict, *, wait: bool = False
+  ) -> bool:
+    """Starts saving; blocks for the copy to the host, and for a save still under way.
+
+    A failure in the background is raised by the next `save` or by `close`; what was
+    saved before stays. Returns False, having done nothing, if the step is there.
+
+    Args:
+      step: Updates done.
+      state: A pytree of `jax.Array`s.
+      data_state: JSON: what the data iterators need to go on.
+      wait: Whether to block until the checkpoint is whole.
+
+    Raises:
+      CheckpointError: This save, or the one before it, failed.
+    """
+    if self.config is None:
+      raise CheckpointError(f'{self.directory} is open for reading only; give a config')
+    self.close()
+    steps = self.steps()
+    if _worst(step in steps):
+      return False
+    if _worst(step < max(steps, default=-1)):
+      raise CheckpointError(
+        f'saving step {step} in {self.directory}: step {steps[-1]} is there, so two '
+        'runs would mix; resume from the newest step or use another directory'
+      )
+    leaves = _flatten(state)
+    record = _seal(self.metadata, data_state, _describe(leaves))
+    path = self.directory / str(step)
+    with self._failing(step):
+      if _primary():
+        if not self._swept:  # what killed runs left; never when only reading
+          self._sweep(r'\d+\.(orbax-checkpoint-tmp.*|deleted)')
+        _move_aside(path)
+      self._swept = True
+      with _context():
+        response = ocp.save_checkpointables_async(
+          path, {'state': _nest(leaves)}, custom_metadata=record
+        )
+    self._pending = step, response
+    self._damaged.discard(step)
+    if wait:
+      self.close()
+    return True
+
+  def close(self) -> None:
+    """Waits for what is under way. Raises CheckpointError if it failed."""
+    if self._pending is not None:
+      (step, response), self._pending = self._pending, None
+      with self._failing(step):
+        response.result()
+      if _primary():
+        self._prune()
+
+  @contextlib.contextmanager
+  def _failing(self, step: int) -> Iterator[None]:
+    try:
+      yield
+    except Exception as error:
+      if _primary():  # a full disk needs the room
+        self._sweep(rf'{step}\.orbax-checkpoint-tmp.*')
+      raise CheckpointError(
+        f'saving step {step} in {self.directory} failed: {_brief(error)}; '
+        f'whole checkpoints there: {self.steps() or "none"}'
+      ) from error
+
+  def _prune(self) -> None:
+    assert self.config is not None
+    every = self.config.keep_every
+    for step in self.steps()[: -self.config.keep]:
+      if every is None or step % every:
+        # Renamed first: a kill must not leave half a checkpoint under a step's name.
+        path = self.directory / str(step)
+        with contextlib.suppress(OSError):  # stays until another save
+          path.rename(self.directory / f'{step}.deleted').rmtree()
+
+  def _sweep(self, debris: str) -> None:
+    with contextlib.suppress(OSError):
+      for path in self.directory.iterdir():
+        if re.fullmatch(debris, path.name):
+          path.rmtree()
+
+  def _probe(self) -> None:
+    path = self.directory / f'.writable-{os.getpid()}'
+    try:
+      self.directory.mkdir(parents=True, exist_ok=True)
+      path.write_text('probe')
+      path.unlink()
+    except Exception as error:  # remote file systems raise their own
+      raise CheckpointError(
+        f'cannot write checkpoints in {self.directory}: {_brief(error)}; '
+        'choose a directory that can be written'
+      ) from error
+
+  def restore(self, abstract_state: PyTree, step: int | None = None) -> Restored | None:
+    """The newest checkpoint that can be read, or the given one; None if there is none.
+
+    A damaged step is logged as an error and the next older one is taken; only when
+    `step` is given there is no other.
+
+    Args:
+      abstract_state: `jax.ShapeDtypeStruct`s (or arrays) with the wanted shardings, on
+        any mesh; those of `jax.eval_shape` are taken on the mesh of `jax.set_mesh`.
+
+    Raises:
+      CheckpointMismatchError: Tree, shapes or dtypes differ; names the leaves.
+      CheckpointError: All are damaged, or the given step is missing or damaged.
+    """
+    return self._restore(abstract_state, step, '', subset=False)
+
+  def restore_params(
+    self, abstract_params: PyTree, step: int | None = None, *, subset: bool = False
+  ) -> Restored:
+    """As `restore`, of `state['params']` alone; no optimiser state is read.
+
+    Args:
+      subset: Whether the checkpoint may hold more parameters than are asked for (a
+        trunk out of a checkpoint that has drafters too).
+
+    Raises:
+      CheckpointError: As `restore`, and if there is no checkpoint.
+    """
+    restored = self._restore(abstract_params, step, 'params/', subset)
+    if restored is None:
+      raise _nothing_found(self.directory)
+    return restored
+
+  def _restore(
+    self, abstract: PyTree, step: int | None, prefix: str, subset: bool
+  ) -> Restored | None:
+    self.close()
+    wanted = {n: _target(x, n) for n, x in _flatten(abstract, prefix).items()}
+    reasons = []
+    for candidate in _numbered(self.directory)[::-1] if step is None else [step]:
+      path, reason, record, leaves = self.directory / str(candidate), '', {}, []
+      if step is not None and not path.exists():
+        raise _nothing_found(self.directory, step)
+      try:
+        record = _read_record(path)
+        _compare(path, record['leaves'], wanted, prefix, subset)
+        leaves = _load(path, record['leaves'], wanted)
+      except _DamagedError as error:
+        reason = str(error)
+      if not _worst(bool(reason)):
+        tree = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+        return Restored(candidate, tree, record['data_state'], record['metadata'])
+      reasons.append(f'step {candidate}: {reason or "another process cannot read it"}')
+      self._damaged.add(candidate)
+      logging.error('damaged checkpoint in %s, %s', self.directory, reasons[-1])
+    if reasons:
+      raise CheckpointError(
+        f'no checkpoint in {self.directory} can be read; {"; ".join(reasons[:_SHOWN])}; '
+        'put back a copy, or start anew in another directory'
+      )
+    return None
+
+
+def read_metadata(directory: str | os.PathLike, step: int | None = None) -> dict:
+  """The metadata a checkpoint was saved with, the newest's by default. Reads no array.
+
+  Raises:
+    CheckpointError: There is no checkpoint, or none that can be read.
+  """
+  path = _absolute(directory)
+  for candidate in _numbered(path)[::-1] if step is None else [step]:
+    try:
+      return _read_record(path / str(candidate))['metadata']
+    except _DamagedError as error:
+      logging.error('damaged checkpoint in %s, step %d: %s', path, candidate, error)
+  raise _nothing_found(path, step)
+
+
+def checksum(x: Shaped[Array, '*shape']) -> UInt32[Array, '']:
+  """Σ mix(bits(x[i]) + c·i) mod 2³², i the flat global position.
+
+  The same whatever the sharding, for the sum is over integers. `mix` is MurmurHash3's
+  finaliser (Appleby 2011), a bijection, so any one changed element changes the sum.
+  """
+  if x.dtype == jnp.bool_:
+    words = x.astype(jnp.uint32)
+  else:
+    width = min(32, 8 * x.dtype.itemsize)  # 64 bits become two words
+    words = lax.bitcast_convert_type(x, f'uint{width}').astype(jnp.uint32)
+  position = jnp.zeros(words.shape, jnp.uint32)
+  for axis, size in enumerate(words.shape):
+    index = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+    position = position * jnp.uint32(size & 0xFFFFFFFF) + index
+  h = words + position * jnp.uint32(0x9E3779B9)
+  h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+  h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+  return jnp.sum(h ^ (h >> 16), dtype=jnp.uint32)
+
+
+_checksum = jax.jit(checksum)
+
+
+def _flatten(tree: PyTree, prefix: str = '') -> dict[str, Any]:
+  """{'params/trunk/w_DF': leaf}: names do not depend on the containers' classes."""
+  return {
+    prefix + jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def _nest(flat: dict[str, Any]) -> dict[str, Any]:
+  tree: dict[str, Any] = {}
+  for name, leaf in flat.items():
+    *parents, last = name.split('/')
+    node = tree
+    for parent in parents:
+      node = node.setdefault(parent, {})
+    node[last] = leaf
+  return tree
+
+
+def _describe(leaves: dict[str, Any]) -> dict[str, dict]:
+  for name, x in leaves.items():
+    if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+      kind = getattr(x, 'dtype', type(x).__name__)
+      fix = 'make it a jax.Array of numbers (jax.random.key_data of a typed key)'
+      raise CheckpointError(f'state leaf {name} is a {kind}; {fix}')
+  sums = jax.device_get({name: _checksum(x) for name, x in leaves.items()})
+  return {
+    name: {'shape': [*x.shape], 'dtype': str(x.dtype), 'checksum': int(sums[name])}
+    for name, x in leaves.items()
+  }
+
+
+def _target(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
+  sharding = getattr(leaf, 'sharding', None)
+  if sharding is None:
+    sharding = SingleDeviceSharding(jax.local_devices()[0])
+  if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or mesh.abstract_mesh != sharding.mesh:
+      raise CheckpointError(
+        f'abstract leaf {name} is sharded over {sharding.mesh}, which is not the mesh '
+        'in use; call jax.set_mesh first'
+      )
+    sharding = NamedSharding(mesh, sharding.spec)
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _compare(
+  path: epath.Path, stored: dict, wanted: dict, prefix: str, subset: bool
+) -> None:
+  have = {n: f'{x["dtype"]}{x["shape"]}' for n, x in stored.items()}
+  want = {n: f'{x.dtype}{list(x.shape)}' for n, x in wanted.items()}
+  have = {
+    n: x for n, x in have.items() if n.startswith(prefix) and (n in want or not subset)
+  }
+  lines = [
+    f'  {n}: {have.get(n, "absent")} in the checkpoint, {want.get(n, "absent")} here'
+    for n in sorted(have.keys() | want.keys())
+    if have.get(n) != want.get(n)
+  ]
+  if lines:
+    more = [f'  and {len(lines) - _SHOWN} more'] if len(lines) > _SHOWN else []
+    fix = 'use the config it was saved with (see read_metadata) or another directory'
+    raise CheckpointMismatchError(
+      f'checkpoint {path} is of another model or precision; {fix}:\n'
+      + '\n'.join(lines[:_SHOWN] + more)
+    )
+
+
+def _absolute(directory: str | os.PathLike) -> epath.Path:
+  path = epath.Path(directory).expanduser()
+  return path if '://' in os.fspath(directory) else path.absolute()
+
+
+def _numbered(directory: epath.Path) -> list[int]:
+  paths = directory.iterdir() if directory.is_dir() else []
+  named = [p for p in paths if re.fullmatch(r'0|[1-9][0-9]{0,17}', p.name)]
+  return sorted(int(path.name) for path in named if path.is_dir())
+
+
+def _seal(metadata: dict, data_state: dict, leaves: dict) -> dict:
+  record = {'metadata': metadata, 'data_state': data_state, 'leaves': leaves}
+  try:
+    text = json.dumps(record, sort_keys=True, allow_nan=False)
+  except (TypeError, ValueError) as error:
+    raise CheckpointError(f'metadata or data_state is not JSON: {error}') from error
+  return {**json.loads(text), 'sha256': hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _read_record(path: epath.Path) -> dict:
+  try:
+    record = json.loads((path / _RECORD).read_text())['custom_metadata']
+    digest = record.pop('sha256')
+  except FileNotFoundError:
+    raise _DamagedError(f'not a checkpoint: it has no {_RECORD}') from None
+  except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    raise _DamagedError(f'{_RECORD} cannot be read ({_brief(error)})') from None
+  text = json.dumps(record, sort_keys=True)
+  if hashlib.sha256(text.encode()).hexdigest() != digest:
+    raise _DamagedError(f'{_RECORD} changed since it was saved')
+  return record
+
+
+def _load(path: epath.Path, stored: dict, wanted: dict) -> list[Array]:
+  """The wanted leaves, checked against the checksums they were saved with."""
+  loaded, reason = None, ''
+  with _quiet():
+    try:
+      with _context():
+        abstract = {'state': _nest(wanted)}
+        loaded = _flatten(ocp.load_checkpointables(path, abstract)['state'])
+    except (MemoryError, jax.errors.JaxRuntimeError):
+      raise  # no damage: an older one would not fit either
+    except Exception as error:
+      reason = f'its arrays cannot be read ({_brief(error)})'
+    if loaded is None:
+      gc.collect()  # orbax's unawaited tasks complain as they are collected
+      raise _DamagedError(reason)
+  sums = jax.device_get({name: _checksum(loaded[name]) for name in wanted})
+  wrong = [name for name in wanted if int(sums[name]) != stored[name]['checksum']]
+  if wrong:
+    names = ', '.join(wrong[:_SHOWN]) + (' …' if len(wrong) > _SHOWN else '')
+    raise _DamagedError(f'changed since it was saved: {names}')
+  return [loaded[name] for name in wanted]
+
+
+def _move_aside(path: epath.Path) -> None:
+  """Nothing that a user may have put there is deleted."""
+  if path.exists():
+    names = (f'{path.name}.damaged-{n}' for n in itertools.count(1))
+    aside = next(path.parent / n for n in names if not (path.parent / n).exists())
+    path.rename(aside)
+    logging.error('%s is no sound checkpoint: moved to %s', path, aside.name)
+
+
+def _nothing_found(directory: epath.Path, step: int | None = None) -> CheckpointError:
+  if not directory.is_dir():
+    return CheckpointError(f'no checkpoint: {directory} is not a directory')
+  wanted = 'named by its step, such as 1000/' if step is None else f'{step}/'
+  names = ', '.join(sorted(p.name for p in directory.iterdir())[:_SHOWN])
+  return CheckpointError(
+    f'no checkpoint in {directory}: looked for a directory {wanted} that holds '
+    f'{_RECORD}; found: {names or "nothing"}'
+  )
+
+
+def _context() -> ocp.Context:
+  context = ocp.Context()
+  # With True, a directory that cannot be made keeps the process from ending for 5 min.
+  context.async_options.create_directories_asynchronously = False
+  context.pytree.loading.partial_load = True  # `_compare` sees what is missing
+  return context
+
+
+def _hush_orbax() -> None:
+  """Orbax speaks through absl's one logger: only its errors are for a user."""
+  std_logging.getLogger('absl').addFilter(_audible)  # added once, however often called
+
+
+def _audible(record: std_logging.LogRecord) -> bool:
+  return record.levelno >= std_logging.ERROR or '/orbax/' not in record.pathname
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+  """A read that fails leaves tasks behind that say so again, with tracebacks."""
+  logger = std_logging.getLogger('asyncio')
+  level = logger.level
+  logger.setLevel(std_logging.CRITICAL)
+  try:
+    with warnings.catch_warnings():
+      warnings.filterwarnings('ignore', 'coroutine .* was never awaited')
+      yield
+  finally:
+    logger.setLevel(level)
+
+
+def _brief(error: BaseException) -> str:
+  text = ' '.join(str(error).split())
+  return f'{type(error).__name__}: {text[:300]}{"…" if len(text) > 300 else ""}'
+
+
+def _primary() -> bool:
+  return jax.process_index() == 0
+
+
+def _worst(here: bool) -> bool:
+  """Whether it is so on any process."""
+  if jax.process_count() == 1:
+    return here
+  return bool(np.any(multihost_utils.process_allgather(np.int32(here))))

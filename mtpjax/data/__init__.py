@@ -1,0 +1,1 @@
+"""Text to batches: sources, tokenizer, pack, batches, in the order the data flows."""

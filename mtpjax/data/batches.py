@@ -1,0 +1,272 @@
+"""Batches: what the training step and the evaluation read.
+
+Rows are shuffled anew each epoch and dealt to a fixed number of virtual shards, each a
+grain iterator; a process reads some of them. What is in a batch therefore depends on
+neither the number of processes nor on which of them was restarted.
+
+B rows of this process's part of a batch, T slots of a row.
+"""
+
+import dataclasses
+import logging
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+from jaxtyping import Shaped
+
+from mtpjax.data import pack
+from mtpjax.data.sources import Counts, DataError, Document, Source, Stdlib
+from mtpjax.data.tokenizer import Bytes, Tokenizer, TokenizerConfig
+
+_LOG = logging.getLogger(__name__)
+
+Batch = dict[str, Shaped[np.ndarray, 'B T']]
+
+
+@dataclasses.dataclass
+class Config:
+  """Where batches come from and their shape.
+
+  Attributes:
+    source: Stdlib(...) or Text(...).
+    tokenizer: Bytes.Config() or Characters.Config().
+    length: slots of a row, T.
+    batch: rows of a global batch, over all processes.
+    shards: virtual data shards: as many processes as divide it can read the data.
+  """
+
+  source: Source = dataclasses.field(default_factory=Stdlib)
+  tokenizer: TokenizerConfig = dataclasses.field(default_factory=Bytes.Config)
+  length: int = 256
+  batch: int = 16
+  shards: int = 8
+
+  def validate(self, process_count: int = 1) -> None:
+    """Raises DataError, naming the field and a value that works."""
+    if self.length < 2:
+      raise DataError(f'length={self.length}: a target needs a row of 2 slots at least')
+    _check_shares(self.batch, self.shards, process_count)
+
+
+@dataclasses.dataclass
+class Data:
+  """Everything read once, its tokens in memory.
+
+  Attributes:
+    tokenizer: built from both splits' documents.
+    train: training rows, in packing order; `TrainBatches` shuffles them.
+    heldout: held-out rows, none if nothing is held out.
+    counts: what became of the documents, by split.
+  """
+
+  tokenizer: Tokenizer
+  train: pack.Plan
+  heldout: pack.Plan
+  counts: dict[str, Counts]
+
+
+def open_data(config: Config, seed: int) -> Data:
+  """Reads, tokenises and packs both splits; the seed orders the training documents.
+
+  The tokenizer sees held-out documents too: what it could learn from them is which
+  characters exist, and without it an unseen one would end the run.
+
+  Raises:
+    DataError: bad fields or data; a training set without a single target.
+  """
+  config.validate()
+  _check_seed(seed)
+  counts = {'train': Counts(), 'heldout': Counts()}
+  train = list(config.source.documents('train', counts['train']))
+  heldout = list(config.source.documents('heldout', counts['heldout']))
+  tokenizer = config.tokenizer.build([*train, *heldout])
+  # Held-out rows are the same for every seed, so that runs compare.
+  data = Data(
+    tokenizer=tokenizer,
+    train=_packed(train, tokenizer, config.length, seed, counts['train']),
+    heldout=_packed(heldout, tokenizer, config.length, 0, counts['heldout']),
+    counts=counts,
+  )
+  if not len(data.train) or data.train.piece_lengths.max() < 2:
+    raise DataError(
+      f'source={config.source}: no training document has two tokens, so there is '
+      'nothing to predict; give longer documents'
+    )
+  for split, plan in (('train', data.train), ('heldout', data.heldout)):
+    _LOG.info('%s: %d rows, %d tokens, %s', split, len(plan), plan.tokens.size,
+              counts[split])  # fmt: skip
+  return data
+
+
+class TrainBatches(Iterator[Batch]):
+  """Endless training batches of one process; `get_state` makes them resumable.
+
+  The rows of epoch after epoch, each shuffled anew, form one endless sequence; global
+  batch j is its elements j·batch to (j+1)·batch. So nothing is dropped at the end of an
+  epoch: a batch may hold the end of one and the start of the next, and where there are
+  fewer rows than `batch` it holds some of them several times. Within a batch rows stand
+  shard by shard, shard s having every shards-th element from the s-th; a process reads
+  consecutive shards, so its rows are consecutive in the global batch.
+
+  Args:
+    plan: the training rows.
+    batch: rows of the global batch; a multiple of shards.
+    shards: virtual shards; a multiple of process_count.
+    seed: of the shuffle, in [0, 2**32).
+
+  Raises:
+    DataError: a field does not fit; the plan has no rows.
+  """
+
+  def __init__(
+    self,
+    plan: pack.Plan,
+    *,
+    batch: int,
+    shards: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+  ):
+    _check_shares(batch, shards, process_count)
+    _check_process(process_index, process_count)
+    _check_seed(seed)
+    if not len(plan):
+      raise DataError('plan: no rows to train on; give a source with documents')
+    self._plan = plan
+    self._rows_per_shard = batch // shards
+    self._fingerprint = (
+      zlib.crc32(f'{plan.fingerprint()} {seed} {shards}'.encode()) >> 1
+    )
+    rows = grain.MapDataset.range(len(plan)).seed(seed).shuffle().repeat()
+    # A row is a gather from memory: threads would cost more than they hide.
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    own = shards // process_count
+    self._shards = {
+      str(shard): iter(rows[shard::shards].to_iter_dataset(options))
+      for shard in range(process_index * own, (process_index + 1) * own)
+    }
+
+  def __next__(self) -> Batch:
+    """tokens, segments, positions int32 and mask bool, [batch / process_count, T]."""
+    indices = [
+      next(iterator)
+      for iterator in self._shards.values()
+      for _ in range(self._rows_per_shard)
+    ]
+    return self._plan.rows(np.array(indices))
+
+  def get_state(self) -> dict[str, dict[str, Any]]:
+    """This process's shards by number, as JSON; merge all processes' to save them."""
+    return {
+      shard: {'iterator': iterator.get_state(), 'data': self._fingerprint}
+      for shard, iterator in self._shards.items()
+    }
+
+  def set_state(self, state: dict[str, dict[str, Any]]) -> None:
+    """Goes on where `get_state` was called, with any number of processes or batch.
+
+    Args:
+      state: of all shards, or of this process's at least.
+
+    Raises:
+      DataError: a shard is missing, shards are at different rows, or the state is of
+        other data; nothing has changed then.
+    """
+    if missing := sorted(set(self._shards) - set(state), key=int):
+      raise DataError(
+        f'state: no shard {", ".join(missing)} among {sorted(state)}; merge the states '
+        'of all processes, and keep the number of shards'
+      )
+    own = {shard: state[shard] for shard in self._shards}
+    if any(part['data'] != self._fingerprint for part in own.values()):
+      raise DataError(
+        'state: it was saved with other documents, tokenizer, length, shards or seed, '
+        'so its rows are not these; restore them, or start without the data state'
+      )
+    if len({str(part['iterator']) for part in own.values()}) > 1:
+      raise DataError(
+        'state: its shards are at different rows; save all processes at the same step'
+      )
+    for shard, iterator in self._shards.items():
+      # A checkpoint may have made them NumPy integers, which are not JSON.
+      iterator.set_state({k: int(v) for k, v in own[shard]['iterator'].items()})
+
+
+def heldout_batches(
+  plan: pack.Plan, batch: int, process_index: int = 0, process_count: int = 1
+) -> Iterator[Batch]:
+  """Every row once, in order: this process's part of each global batch.
+
+  All processes yield equally many batches of the same shape [batch / process_count, T];
+  the last ones are filled up with rows of padding (segments 0, mask false). A plan
+  without rows yields none.
+
+  Raises:
+    DataError: batch is not a positive multiple of process_count.
+  """
+  _check_process(process_index, process_count)
+  if batch < 1 or batch % process_count:
+    raise DataError(
+      f'batch={batch} over process_count={process_count}: must be a multiple of it, '
+      f'such as {_multiple_near(batch, process_count)}'
+    )
+  own = batch // process_count
+  starts = range(process_index * own, _round_up(len(plan), batch), batch)
+  return (
+    plan.rows(np.arange(min(s, len(plan)), min(s + own, len(plan))), size=own)
+    for s in starts
+  )
+
+
+def _packed(
+  documents: list[Document],
+  tokenizer: Tokenizer,
+  length: int,
+  seed: int,
+  counts: Counts,
+) -> pack.Plan:
+  corpus = pack.concatenate(
+    (tokenizer.encode(d.text, where=d.name) for d in documents), tokenizer.vocab_size
+  )
+  counts.long += int((np.diff(corpus.offsets) > length).sum())
+  return pack.pack(corpus, length, seed)
+
+
+def _check_shares(batch: int, shards: int, process_count: int) -> None:
+  if process_count < 1:
+    raise DataError(f'process_count={process_count}: must be at least 1')
+  if shards < 1 or shards % process_count:
+    raise DataError(
+      f'shards={shards} over process_count={process_count}: must be a multiple of it, '
+      f'such as {_multiple_near(shards, process_count)}'
+    )
+  if batch < 1 or batch % shards:
+    raise DataError(
+      f'batch={batch} over shards={shards}: must be a multiple of it, such as '
+      f'{_multiple_near(batch, shards)}'
+    )
+
+
+def _check_process(process_index: int, process_count: int) -> None:
+  if not 0 <= process_index < process_count:
+    raise DataError(
+      f'process_index={process_index} of process_count={process_count}: must be in '
+      '[0, process_count)'
+    )
+
+
+def _check_seed(seed: int) -> None:
+  if not 0 <= seed < 2**32:
+    raise DataError(f'seed={seed}: must be in [0, 2**32)')
+
+
+def _round_up(number: int, divisor: int) -> int:
+  return -(-number // divisor) * divisor
+
+
+def _multiple_near(number: int, divisor: int) -> int:
+  return max(divisor, _round_up(number, divisor))

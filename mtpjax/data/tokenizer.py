@@ -1,0 +1,242 @@
+"""Tokenizers: bytes, and the characters that occur. Both are exact and need no file.
+
+A config's `build(documents)` gives the tokenizer; `to_json` and `from_json` carry it in
+a checkpoint, and `fingerprint` tells whether two are the same.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int32
+from numpy.typing import ArrayLike
+
+from mtpjax.data.sources import DataError, Document
+
+# Texts are joined to about this many bytes before each vectorised pass.
+_CHUNK_BYTES = 1 << 22
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+  """What the rest of the package knows of a tokenizer."""
+
+  @property
+  def vocab_size(self) -> int: ...
+
+  @property
+  def fingerprint(self) -> str: ...
+
+  @property
+  def bytes_per_token(self) -> Int32[np.ndarray, 'V']:
+    """UTF-8 bytes of each token, for bits per byte."""
+    ...
+
+  def encode(
+    self, text: str | bytes, where: str = 'the text'
+  ) -> Int32[np.ndarray, 'T']: ...
+
+  def decode(self, ids: ArrayLike) -> str: ...
+
+  def to_json(self) -> str: ...
+
+
+@runtime_checkable
+class TokenizerConfig(Protocol):
+  """What `batches.Config.tokenizer` may be."""
+
+  def build(self, documents: Iterable[Document]) -> Tokenizer: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+  """One token a byte: any text in any language, 256 tokens."""
+
+  @dataclasses.dataclass
+  class Config:
+    def build(self, documents: Iterable[Document]) -> 'Bytes':
+      """The documents are not looked at."""
+      del documents
+      return Bytes()
+
+  vocab_size = 256
+
+  @property
+  def fingerprint(self) -> str:
+    return _digest(self.to_json())
+
+  @property
+  def bytes_per_token(self) -> Int32[np.ndarray, 'V']:
+    return np.ones(256, np.int32)
+
+  def encode(
+    self, text: str | bytes, where: str = 'the text'
+  ) -> Int32[np.ndarray, 'T']:
+    """Ids of the text's bytes. Raises DataError on a str with lone surrogates."""
+    if isinstance(text, str):
+      try:
+        text = text.encode()
+      except UnicodeEncodeError as error:
+        raise _unknown(text[error.start], error.start, where) from error
+    return np.frombuffer(text, np.uint8).astype(np.int32)
+
+  def decode(self, ids: ArrayLike) -> str:
+    """Text of ids [T]; non-UTF-8 becomes U+FFFD. Raises DataError on a bad id."""
+    return _checked(ids, 256).astype(np.uint8).tobytes().decode('utf-8', 'replace')
+
+  def to_json(self) -> str:
+    return json.dumps({'kind': 'bytes'})
+
+
+@dataclasses.dataclass(frozen=True)
+class Characters:
+  """One token a character (code point), the vocabulary being those that occur.
+
+  Attributes:
+    characters: the vocabulary, ascending and distinct; a token is an index into it.
+
+  Raises:
+    DataError: characters are empty, repeated or out of order.
+  """
+
+  characters: str
+
+  @dataclasses.dataclass
+  class Config:
+    def build(self, documents: Iterable[Document]) -> 'Characters':
+      """All characters of the documents. Raises DataError if there are none."""
+      seen = np.zeros(0x110000, bool)
+      for text in _chunks(documents):
+        seen[_code_points(text.decode())] = True
+      points = np.flatnonzero(seen).astype('<u4')
+      return Characters(points.tobytes().decode('utf-32-le'))
+
+  def __post_init__(self):
+    if not self.characters or (np.diff(self._points.astype(np.int64)) <= 0).any():
+      raise DataError(
+        f'characters={self.characters[:20]!r}: a vocabulary is non-empty, ascending '
+        'and distinct; build it from documents that hold text'
+      )
+
+  @property
+  def vocab_size(self) -> int:
+    return len(self.characters)
+
+  @property
+  def fingerprint(self) -> str:
+    return _digest(self.to_json())
+
+  @property
+  def bytes_per_token(self) -> Int32[np.ndarray, 'V']:
+    return self._sizes
+
+  def encode(
+    self, text: str | bytes, where: str = 'the text'
+  ) -> Int32[np.ndarray, 'T']:
+    """Ids of the text's characters.
+
+    Raises:
+      DataError: bytes that are not UTF-8, or a character outside the vocabulary; the
+        message has the character, its code point, its index and `where`.
+    """
+    if isinstance(text, bytes):
+      try:
+        text = text.decode()
+      except UnicodeDecodeError as error:
+        raise DataError(
+          f'{where}: byte 0x{text[error.start]:02x} at {error.start} is not UTF-8; '
+          'characters need valid UTF-8, Bytes does not'
+        ) from error
+    # The last entry stands for every code point above the vocabulary's largest.
+    ids = self._table[np.minimum(_code_points(text), len(self._table) - 1)]
+    if ids.size and ids.min() < 0:
+      index = int(np.argmin(ids))
+      raise _unknown(text[index], index, where)
+    return ids
+
+  def decode(self, ids: ArrayLike) -> str:
+    """Text of ids [T]. Raises DataError on an id outside the vocabulary."""
+    points = self._points[_checked(ids, self.vocab_size)]
+    return points.tobytes().decode('utf-32-le')
+
+  def to_json(self) -> str:
+    return json.dumps({'kind': 'characters', 'characters': self.characters})
+
+  @functools.cached_property
+  def _sizes(self) -> np.ndarray:
+    return np.array([len(c.encode()) for c in self.characters], np.int32)
+
+  @functools.cached_property
+  def _points(self) -> np.ndarray:
+    return _code_points(self.characters)
+
+  @functools.cached_property
+  def _table(self) -> np.ndarray:
+    table = np.full(int(self._points[-1]) + 2, -1, np.int32)
+    table[self._points] = np.arange(self.vocab_size, dtype=np.int32)
+    return table
+
+
+def from_json(text: str) -> Bytes | Characters:
+  """The tokenizer that `to_json` wrote. Raises DataError on anything else."""
+  try:
+    fields = json.loads(text)
+    kind = fields.pop('kind')
+    return {'bytes': Bytes, 'characters': Characters}[kind](**fields)
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    if isinstance(error, DataError):
+      raise
+    raise DataError(
+      f'tokenizer={text[:80]!r}: not what to_json of Bytes or Characters writes'
+    ) from error
+
+
+def num_bytes(tokenizer: Tokenizer, ids: ArrayLike) -> Int32[np.ndarray, '...']:
+  """UTF-8 bytes of each token, in the shape of ids. Raises DataError on a bad id."""
+  return tokenizer.bytes_per_token[_checked(ids, tokenizer.vocab_size)]
+
+
+def _checked(ids: ArrayLike, vocab_size: int) -> np.ndarray:
+  array = np.asarray(ids)
+  if not array.size:
+    return array.astype(np.int32)  # np.asarray([]) is float64
+  if array.dtype.kind not in 'iu':
+    raise DataError(f'ids have dtype {array.dtype}: give integers')
+  low, high = int(array.min()), int(array.max())
+  if low < 0 or high >= vocab_size:
+    bad = low if low < 0 else high
+    raise DataError(
+      f'id {bad} is outside the vocabulary of {vocab_size}: mask padded logits, and '
+      'decode with the tokenizer of the checkpoint'
+    )
+  return array
+
+
+def _chunks(documents: Iterable[Document]) -> Iterable[bytes]:
+  parts, size = [], 0
+  for document in documents:
+    parts.append(document.text)
+    size += len(document.text)
+    if size >= _CHUNK_BYTES:
+      yield b''.join(parts)
+      parts, size = [], 0
+  yield b''.join(parts)
+
+
+def _code_points(text: str) -> np.ndarray:
+  return np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), '<u4')
+
+
+def _digest(text: str) -> str:
+  return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _unknown(character: str, index: int, where: str) -> DataError:
+  return DataError(
+    f'{where}: character {character!r} (U+{ord(character):04X}) at index {index} is '
+    'not in the vocabulary; build it from documents that hold it, or use Bytes'
+  )

@@ -1,0 +1,79 @@
+"""Parallel heads (Gloeckle et al. 2024, arXiv 2404.19737): K extra heads, each one
+block on the same hidden state, with the trunk's final norm and unembedding.
+
+As in the authors' code, head 1 is the trunk's last layer, so the extra heads read the
+output of the layer before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mtpjax.drafters import base
+from mtpjax.flags import ConfigError
+from mtpjax.models import block as blocks
+from mtpjax.models import trunk as trunks
+
+
+@dataclasses.dataclass
+class Config(base.Config):
+  match_parameters: bool = False  # the trunk gives up a layer for each extra head
+  detach: tuple[str, ...] = ()  # of 'hidden', 'head': no gradient into it
+
+  def needs(self, trunk: trunks.Config) -> trunks.Needs:
+    given_up = self.depth if self.match_parameters else 0
+    return trunks.Needs(
+      taps=(trunk.layers - given_up - 1,), layers_given_up=given_up
+    )
+
+  def finalize(self, trunk: trunks.Config, field: str) -> None:
+    super().finalize(trunk, field)
+    base.check_detach(self.detach, ('hidden', 'head'), field)
+    if self.match_parameters and self.depth >= trunk.layers:
+      raise ConfigError(
+        f'{field}.depth',
+        self.depth,
+        f'gives up all of trunk.layers={trunk.layers}',
+        f'use a smaller depth, more layers, or {field}.match_parameters=False',
+      )
+
+  def build(self, trunk: trunks.Config, rngs: nnx.Rngs) -> Parallel:
+    return Parallel(self, trunk, rngs)
+
+  def conventions(self) -> dict[str, Any]:
+    return {
+      **super().conventions(),
+      'shared': ['final_norm', 'head'],
+      'teacher_forcing_inputs': 'none: every head reads only the trunk',
+    }
+
+
+class Parallel(base.Objective):
+  config: Config
+
+  def __init__(self, config: Config, trunk: trunks.Config, rngs: nnx.Rngs):
+    super().__init__(config)
+    self.sizes = trunk
+    self.window = trunk.window(trunk.layers - 1)
+    self.block = blocks.Blocks(trunk, config.depth, rngs)
+
+  def predict(self, trunk, out, batch, step, key) -> base.Predictions:
+    x_BTD = out.taps[self.sizes.layers - 1]
+    if 'hidden' in self.config.detach:
+      x_BTD = jax.lax.stop_gradient(x_BTD)
+
+    def body(x_BTD, w):
+      look = blocks.look_at_rows(batch.rows, self.sizes, self.window)
+      h, _ = blocks.block(w, x_BTD, batch.rows.positions, self.sizes, look)
+      return x_BTD, trunk.final_norm(h)
+
+    if self.sizes.remat != 'none':
+      body = jax.checkpoint(
+        body, policy=trunks.REMAT[self.sizes.remat], prevent_cse=False
+      )
+    _, hidden_KBTD = jax.lax.scan(body, x_BTD, blocks.arrays(self.block))
+    return base.Predictions(hidden_KBTD, trains_head='head' not in self.config.detach)

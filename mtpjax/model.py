@@ -1,0 +1,151 @@
+"""A trunk and its objectives as one model, and the one loss that training and
+evaluation share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from mtpjax import losses
+from mtpjax.drafters import base
+from mtpjax.drafters.base import Batch
+from mtpjax.losses import Sums, Targets
+from mtpjax.models import trunk as trunks
+from mtpjax.models.trunk import Needs
+
+NEXT = 'next'  # the next token's own name among the objectives
+
+
+class Model(nnx.Module):
+  """A trunk and its objectives by name."""
+
+  def __init__(
+    self, trunk: trunks.Config, objectives: dict[str, base.Config], rngs: nnx.Rngs
+  ):
+    needs = [config.needs(trunk) for config in objectives.values()]
+    given_up = max((n.layers_given_up for n in needs), default=0)
+    self.needs = Needs(
+      taps=tuple(sorted({t for n in needs for t in n.taps})),
+      kv_layers=tuple(sorted({t for n in needs for t in n.kv_layers})),
+      target_probs=any(n.target_probs for n in needs),
+      layers_given_up=given_up,
+    )
+    sizes = dataclasses.replace(trunk, layers=trunk.layers - given_up)
+    self.trunk = sizes.build(rngs)
+    self.objectives = nnx.Dict(
+      {name: config.build(sizes, rngs) for name, config in objectives.items()}
+    )
+
+  def parts(self) -> list[tuple[int, str, base.Objective]]:
+    """Objectives in a fixed order, each with a number for its random stream."""
+    return [(n, name, self.objectives[name]) for n, name in enumerate(self.objectives)]
+
+
+def prepare(
+  model: Model, batch: Batch, key: Key[Array, '']
+) -> tuple[Batch, dict[str, Targets]]:
+  """The batch as all objectives want it, and everybody's targets: no forward pass."""
+  for n, _, objective in model.parts():
+    batch = objective.prepare(batch, jax.random.fold_in(key, n))
+  targets = {NEXT: batch.targets([0])}
+  for n, name, objective in model.parts():
+    targets[name] = objective.targets(batch, jax.random.fold_in(key, n))
+  return batch, targets
+
+
+def lambdas(model: Model, fraction: Float[Array, '']) -> dict[str, Float[Array, '']]:
+  """λ of every objective at this fraction of training."""
+  return {name: part.config.weight(fraction) for _, name, part in model.parts()}
+
+
+def depth_weights(
+  model: Model, fraction: Float[Array, ''], trains_trunk: bool, dtype
+) -> dict[str, Float[Array, ' K']]:
+  """What each depth's mean weighs in the total: 1 for the next token, λ·w_k beyond."""
+  weights = {NEXT: jnp.full((1,), float(trains_trunk), dtype)}
+  for name, value in lambdas(model, fraction).items():
+    config = model.objectives[name].config
+    each = jnp.asarray(losses.depth_weights(config.depth, config.rho), dtype)
+    weights[name] = value.astype(dtype) * each
+  return weights
+
+
+def loss(
+  model: Model,
+  batch: Batch,
+  targets: dict[str, Targets],
+  counts: dict[str, Int[Array, ' K']],
+  weights: dict[str, Float[Array, ' K']],
+  config: losses.Config,
+  step: Int[Array, ''],
+  key: Key[Array, ''] | None,
+) -> tuple[Float[Array, ''], dict[str, Sums]]:
+  """The differentiable total, and each objective's sums by depth.
+
+  Args:
+    counts: valid targets of each depth over everything that this total is part of: all
+      microbatches, all processes.
+    weights: what each depth's mean weighs, see `depth_weights`.
+    key: None in evaluation.
+  """
+  trunk = model.trunk
+  out = trunk(batch.tokens, batch.rows, model.needs)
+  predicted = {NEXT: base.Predictions(trunk.final_norm(out.hidden)[None])}
+  for n, name, objective in model.parts():
+    fold = None if key is None else jax.random.fold_in(key, n)
+    predicted[name] = objective.predict(trunk, out, batch, step, fold)
+
+  entropy = functools.partial(losses.cross_entropy, z_loss=config.z_loss)
+  # All that share the trunk's head and the plain loss go through it in one call.
+  together = [n for n, p in predicted.items() if p.head is None and p.loss is None]
+  calls = [together] + [[n] for n in predicted if n not in together]
+  total, sums = jnp.zeros((), weights[NEXT].dtype), {}
+  for names in calls:
+    first = predicted[names[0]]
+    depths = [targets[n].valid.shape[0] for n in names]
+    part, part_sums = losses.fused(
+      _join([predicted[n].hidden for n in names]),
+      first.head or trunk.head(),
+      jax.tree.map(lambda *x: _join(x), *[targets[n] for n in names]),
+      _join([losses.normalised(targets[n], counts[n], weights[n]) for n in names]),
+      first.loss or entropy,
+      config.chunk_tokens,
+      tuple(
+        predicted[n].trains_head for n, K in zip(names, depths, strict=True) for _ in range(K)
+      ),
+    )
+    total = total + part
+    start = 0
+    for name, K in zip(names, depths, strict=True):
+      sums[name] = jax.tree.map(lambda x, a=start, b=start + K: x[a:b], part_sums)
+      start += K
+  return total, sums
+
+
+def _join(arrays):
+  return arrays[0] if len(arrays) == 1 else jnp.concatenate(list(arrays))
+
+
+def init(
+  trunk: trunks.Config, objectives: dict[str, base.Config], seed: int
+) -> tuple[Any, Any, Any]:
+  """(graphdef, abstract parameters, a function that makes the parameters).
+
+  Parameters are a pure nested dict of arrays, created in their sharded place.
+  """
+
+  def build(key):
+    return Model(trunk, objectives, nnx.Rngs(params=key))
+
+  def parameters(key):
+    return nnx.to_pure_dict(nnx.state(build(key)))
+
+  key = jax.random.key(seed)
+  graphdef = nnx.graphdef(nnx.eval_shape(build, key))
+  return graphdef, jax.eval_shape(parameters, key), lambda: jax.jit(parameters)(key)

@@ -1,0 +1,254 @@
+"""The trunk: a Llama/Qwen-style decoder whose layers are stacked and scanned.
+
+Shape letters, everywhere: B batch, T time, S cache length, D model width, F
+feed-forward, H query heads, G key-value heads, C head width, Q = H / G, V vocabulary,
+K depth or draft length, L layers, E experts, N any other count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mtpjax import mesh
+from mtpjax.flags import ConfigError
+from mtpjax.models import block as blocks
+from mtpjax.models import layers
+from mtpjax.models.attention import Leaf, Rows
+
+REMAT = {
+  'full': jax.checkpoint_policies.nothing_saveable,
+  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+@dataclasses.dataclass
+class Config:
+  """A decoder of pre-norm blocks with grouped-query attention and SwiGLU.
+
+  `windows` is a pattern repeated over the layers; 0 attends to everything, n to the
+  last n positions. (4096, 0) alternates as Gemma 2 does.
+  """
+
+  vocab: int | None = None  # None: the tokenizer's
+  vocab_multiple: int = 64  # the tables are padded to a multiple; padding is never scored
+  width: int = 256
+  layers: int = 4
+  heads: int = 4
+  kv_heads: int | None = None  # None: as many as heads
+  head_width: int | None = None  # None: width / heads
+  ffn: int | None = None  # None: 8/3 width, rounded up to a multiple of 64
+  tied: bool = False  # the embedding is the head
+  qk_norm: bool = False
+  qkv_bias: bool = False
+  windows: tuple[int, ...] = (0,)
+  attention_softcap: float | None = None
+  logit_softcap: float | None = None
+  rope_theta: float = 10_000.0
+  norm_epsilon: float = 1e-6
+  embed_std: float = 0.02  # of the embedding and of a separate head
+  remat: Literal['none', 'dots', 'full'] = 'full'
+  dtype: Literal['float32', 'bfloat16', 'float64'] = 'float32'  # of compute
+  param_dtype: Literal['float32', 'bfloat16', 'float64'] = 'float32'
+
+  @property
+  def padded_vocab(self) -> int:
+    assert self.vocab is not None
+    return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+  def finalize(self, vocab: int | None = None) -> None:
+    """Fills what follows from other fields, and refuses what cannot be built."""
+    self.vocab = vocab if self.vocab is None else self.vocab
+    self.kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+    for name in ('width', 'layers', 'heads', 'kv_heads', 'vocab_multiple'):
+      if getattr(self, name) < 1:
+        raise ConfigError(
+          f'trunk.{name}', getattr(self, name), 'is not positive', 'use at least 1'
+        )
+    if self.ffn is None:
+      self.ffn = -(-8 * self.width // (3 * 64)) * 64
+    if vocab is not None and self.vocab is not None and self.vocab < vocab:
+      raise ConfigError(
+        'trunk.vocab',
+        self.vocab,
+        f'is smaller than the {vocab} tokens of the tokenizer',
+        f'use at least {vocab}, or None for just that',
+      )
+    if self.head_width is None:
+      if self.width % self.heads:
+        raise ConfigError(
+          'trunk.heads',
+          self.heads,
+          f'does not divide trunk.width={self.width}',
+          'change one of them, or set trunk.head_width',
+        )
+      self.head_width = self.width // self.heads
+    if self.head_width % 2:
+      raise ConfigError(
+        'trunk.head_width', self.head_width, 'is odd', 'rotary positions pair its halves'
+      )
+    if self.heads % self.kv_heads:
+      raise ConfigError(
+        'trunk.kv_heads',
+        self.kv_heads,
+        f'does not divide trunk.heads={self.heads}',
+        'use a divisor of the heads',
+      )
+    if not self.windows or min(self.windows) < 0:
+      raise ConfigError(
+        'trunk.windows', self.windows, 'is no pattern of windows', 'use e.g. (1024, 0)'
+      )
+    for name in ('attention_softcap', 'logit_softcap'):
+      cap = getattr(self, name)
+      if cap is not None and cap <= 0:
+        raise ConfigError(f'trunk.{name}', cap, 'is not positive', 'use None for none')
+
+  def build(self, rngs: nnx.Rngs) -> Trunk:
+    return Trunk(self, rngs)
+
+  def window(self, layer: int) -> int:
+    return self.windows[layer % len(self.windows)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+  """What an objective reads of the trunk.
+
+  Attributes:
+    taps: the residual stream after that many layers; 0 is the embedding.
+    kv_layers: layers (from 0) whose keys and values are wanted.
+    target_probs: the trunk's own distribution is the target.
+    layers_given_up: layers taken off the trunk, to match parameters.
+    trunk: whether the trunk runs at all.
+  """
+
+  taps: tuple[int, ...] = ()
+  kv_layers: tuple[int, ...] = ()
+  target_probs: bool = False
+  layers_given_up: int = 0
+  trunk: bool = True
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class TrunkOutput:
+  """What the trunk computed: exactly what was needed of it.
+
+  Attributes:
+    hidden: the residual stream before the final norm, [B, T, D].
+    taps: after n layers, {n: [B, T, D]}.
+    keys: {layer: (keys, values)}, each [B, T, G, C], positions applied.
+  """
+
+  hidden: Leaf
+  taps: dict[int, Leaf]
+  keys: dict[int, Leaf]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Head:
+  """An unembedding: logits = softcap(h · w), entries from `vocab` on are padding."""
+
+  w_VD: Leaf
+  vocab: int = dataclasses.field(metadata={'static': True})
+  softcap: float | None = dataclasses.field(default=None, metadata={'static': True})
+
+
+class Trunk(nnx.Module):
+  def __init__(self, config: Config, rngs: nnx.Rngs):
+    self.config = config
+    V, D, std, dtype = (
+      config.padded_vocab,
+      config.width,
+      config.embed_std,
+      config.param_dtype,
+    )
+    self.embedding = blocks.normal(rngs, (V, D), std, mesh.w_VD, dtype)
+    self.blocks = blocks.Blocks(config, config.layers, rngs)
+    self.gain_final = blocks.constant(1.0, (D,), mesh.gain, dtype)
+    if not config.tied:
+      self.unembedding = blocks.normal(rngs, (V, D), std, mesh.w_VD, dtype)
+
+  def embed(self, ids: Int[Array, '*shape']) -> Float[Array, '*shape D']:
+    return layers.embed(self.embedding[...], ids, self.config.dtype)
+
+  def final_norm(self, x_BTD: Float[Array, 'B T D']) -> Float[Array, 'B T D']:
+    return layers.norm(x_BTD, self.gain_final[...], self.config.norm_epsilon)
+
+  def head(self) -> Head:
+    table = self.embedding if self.config.tied else self.unembedding
+    assert self.config.vocab is not None
+    return Head(table[...], self.config.vocab, self.config.logit_softcap)
+
+  def __call__(
+    self, tokens_BT: Int[Array, 'B T'], rows: Rows, needs: Needs = Needs()
+  ) -> TrunkOutput:
+    """All layers over whole rows."""
+    x_BTD = self.embed(tokens_BT)
+    return scan(blocks.arrays(self.blocks), x_BTD, rows, self.config, needs)
+
+
+def scan(
+  w: dict, x_BTD: Float[Array, 'B T D'], rows: Rows, config: Config, needs: Needs
+) -> TrunkOutput:
+  """The stacked layers, one pattern of windows an iteration.
+
+  Taps travel in the carry, each replaced at its own layer, so that memory holds the
+  tapped layers and no others.
+  """
+  L, period = config.layers, len(config.windows)
+
+  def layer(carry, w, index, window):
+    x, taps, kept = carry
+    look = blocks.look_at_rows(rows, config, window)
+    x, (k, v) = blocks.block(w, x, rows.positions, config, look)
+    taps = {n: jnp.where(index + 1 == n, x, old) for n, old in taps.items()}
+    kept = {
+      n: (jnp.where(index == n, k, old[0]), jnp.where(index == n, v, old[1]))
+      for n, old in kept.items()
+    }
+    return x, taps, kept
+
+  def layer_fn(scanned: bool):
+    if config.remat == 'none':
+      return layer
+    return jax.checkpoint(
+      layer,
+      policy=REMAT[config.remat],
+      prevent_cse=not scanned,
+      static_argnums=(3,),
+    )
+
+  B, T, _ = x_BTD.shape
+  shape = (B, T, config.kv_heads, config.head_width)
+  spec = jax.P(mesh.BATCH, 'context', mesh.heads_axis(shape[2]), None)
+  nothing = jnp.zeros(shape, x_BTD.dtype, out_sharding=spec)
+  carry = (
+    x_BTD,
+    {n: x_BTD for n in needs.taps},
+    {n: (nothing, nothing) for n in needs.kv_layers},
+  )
+  whole, rest = divmod(L, period)
+
+  def body(carry, xs):
+    index, group = xs
+    for j, window in enumerate(config.windows):
+      one = jax.tree.map(lambda a, j=j: a[j], group)
+      carry = layer_fn(scanned=True)(carry, one, index * period + j, window)
+    return carry, None
+
+  if whole:
+    groups = jax.tree.map(
+      lambda a: a[: whole * period].reshape(whole, period, *a.shape[1:]), w
+    )
+    carry, _ = jax.lax.scan(body, carry, (jnp.arange(whole), groups))
+  for n in range(L - rest, L):
+    one = jax.tree.map(lambda a, n=n: a[n], w)
+    carry = layer_fn(scanned=False)(carry, one, jnp.int32(n), config.window(n))
+  return TrunkOutput(*carry)

@@ -1,0 +1,290 @@
+"""Batches: each row once an epoch, exact resumption, one order for any processes."""
+
+import collections
+import json
+
+import grain
+import numpy as np
+import pytest
+
+from mtpjax.data import batches, pack
+from mtpjax.data.batches import Config, TrainBatches, heldout_batches
+from mtpjax.data.sources import DataError, Text
+from mtpjax.data.tokenizer import Bytes, Characters
+
+FIELDS = ('tokens', 'segments', 'positions', 'mask')
+
+
+def _plan(rows, length=4):
+  """A plan whose row i is full of token i."""
+  documents = [np.full(length, i) for i in range(rows)]
+  return pack.pack(pack.concatenate(documents, max(rows, 1)), length, 0)
+
+
+def _train(plan, batch=8, shards=4, seed=1, index=0, count=1):
+  return TrainBatches(
+    plan,
+    batch=batch,
+    shards=shards,
+    seed=seed,
+    process_index=index,
+    process_count=count,
+  )
+
+
+def _take(iterator, n):
+  return [next(iterator) for _ in range(n)]
+
+
+def _same(left, right):
+  assert len(left) == len(right)
+  for a, b in zip(left, right, strict=True):
+    assert tuple(a) == tuple(b) == FIELDS
+    for name in FIELDS:
+      np.testing.assert_array_equal(a[name], b[name])
+
+
+def _ids(taken):
+  return [batch['tokens'][:, 0].tolist() for batch in taken]
+
+
+@pytest.mark.parametrize(('rows', 'seed'), [(24, 0), (21, 3), (5, 7), (1, 0)])
+def test_rows_follow_the_global_order_shard_by_shard(rows, seed):
+  plan, batch, shards = _plan(rows), 8, 4
+  order = grain.MapDataset.range(rows).seed(seed).shuffle().repeat()
+  expected = []
+  for j in range(12):
+    elements = [order[j * batch + i] for i in range(batch)]
+    expected.append([e for s in range(shards) for e in elements[s::shards]])
+  assert _ids(_take(_train(plan, batch, shards, seed), 12)) == expected
+
+
+@pytest.mark.parametrize('rows', [24, 21, 5, 3])
+def test_every_row_once_an_epoch_and_reshuffled(rows):
+  batch, shards, epochs = 8, 4, 8
+  # Undo the dealing: the global order again, from the batches only.
+  flat = []
+  for ids in _ids(_take(_train(_plan(rows)), -(-rows * epochs // batch))):
+    dealt = np.array(ids).reshape(shards, batch // shards)
+    flat += dealt.T.reshape(-1).tolist()
+  seen = [flat[e * rows : (e + 1) * rows] for e in range(epochs)]
+  assert all(sorted(epoch) == list(range(rows)) for epoch in seen)
+  assert len({tuple(epoch) for epoch in seen}) > 2
+
+
+def test_seeds_differ_and_repeat():
+  runs = [_ids(_take(_train(_plan(64), seed=s), 8)) for s in (0, 1, 2, 0)]
+  assert runs[0] == runs[3]
+  assert runs[0] != runs[1] != runs[2] != runs[0]
+  # An epoch of one seed is no other epoch of the next seed.
+  epochs = [tuple(map(tuple, run)) for run in runs[:3]]
+  later = _ids(_take(_train(_plan(64), seed=0), 16))[8:]
+  assert tuple(map(tuple, later)) not in epochs
+
+
+def test_a_batch_is_fixed_in_shape_and_type():
+  batch = next(_train(_plan(9, length=6)))
+  assert tuple(batch) == FIELDS
+  assert [a.dtype for a in batch.values()] == [*[np.int32] * 3, np.dtype(bool)]
+  assert all(a.shape == (8, 6) and a.flags.c_contiguous for a in batch.values())
+
+
+@pytest.mark.parametrize('rows', [21, 5])
+def test_resumes_at_every_step_and_across_epochs(rows):
+  # Rows of several documents, so that a step is in the middle of a pack.
+  sizes = np.random.default_rng(0).integers(1, 9, rows * 3)
+  corpus = pack.concatenate([np.arange(n) for n in sizes], 16)
+  plan = pack.pack(corpus, 13, 0)
+  straight = _take(_train(plan), 10)
+  first = _train(plan)
+  for k in range(8):
+    state = json.loads(json.dumps(first.get_state()))
+    again = _train(plan)
+    _take(again, 3)  # wherever it stood
+    again.set_state(state)
+    assert again.get_state() == state
+    _same(_take(again, 10 - k), straight[k:])
+    _same([next(first)], [straight[k]])
+
+
+@pytest.mark.parametrize('count', [1, 2, 4])
+def test_process_counts_give_the_same_batches(count):
+  plan = _plan(21)
+  whole = _take(_train(plan, 16, 8), 6)
+  parts = [_train(plan, 16, 8, index=i, count=count) for i in range(count)]
+  for j in range(6):
+    local = [next(part) for part in parts]
+    assert all(p['tokens'].shape == (16 // count, 4) for p in local)
+    _same([{n: np.concatenate([p[n] for p in local]) for n in FIELDS}], [whole[j]])
+  # The union of the states moves to any other number of processes.
+  union = {k: v for part in parts for k, v in part.get_state().items()}
+  assert list(union) == [str(s) for s in range(8)]
+  after = _take(_train(plan, 16, 8), 9)[6:]
+  for other in (1, 2, 4, 8):
+    resumed = [_train(plan, 16, 8, index=i, count=other) for i in range(other)]
+    for part in resumed:
+      part.set_state(union)
+    for batch in after:
+      local = [next(part) for part in resumed]
+      _same([{n: np.concatenate([p[n] for p in local]) for n in FIELDS}], [batch])
+
+
+def test_a_larger_batch_goes_on_at_the_same_row():
+  plan = _plan(64)
+  small = _train(plan, 8, 4)
+  _take(small, 3)
+  large = _train(plan, 16, 4)
+  large.set_state(small.get_state())
+  assert sorted(_ids(_take(large, 1))[0]) == sorted(
+    i for ids in _ids(_take(small, 2)) for i in ids
+  )
+
+
+def test_states_that_do_not_fit_are_refused():
+  plan = _plan(21)
+  good = _train(plan)
+  state = good.get_state()
+  next(good)
+
+  def fails(match, iterator, state):
+    before = iterator.get_state()
+    with pytest.raises(DataError, match=match):
+      iterator.set_state(state)
+    assert iterator.get_state() == before
+
+  fails('no shard 1, 3 among', good, {k: state[k] for k in ('0', '2')})
+  for other in (_train(plan, seed=2), _train(_plan(22)), _train(plan, shards=2)):
+    fails('saved with other documents', other, state)
+  fails('different rows', good, {**state, '2': good.get_state()['2']})
+  # As a checkpoint returns it.
+  good.set_state(
+    {
+      k: {'iterator': {'next_index': np.int64(0)}, 'data': np.int64(v['data'])}
+      for k, v in state.items()
+    }
+  )
+  assert json.dumps(good.get_state()) == json.dumps(state)
+
+
+@pytest.mark.parametrize(
+  ('fields', 'match'),
+  [
+    ({'batch': 10}, 'batch=10 over shards=4: .* such as 12'),
+    ({'batch': 0}, 'batch=0 over shards=4: .* such as 4'),
+    ({'count': 3}, 'shards=4 over process_count=3: .* such as 6'),
+    ({'shards': 0}, 'shards=0 over process_count=1'),
+    ({'index': 2, 'count': 2}, 'process_index=2 of process_count=2'),
+    ({'count': 0}, 'process_count=0: must be at least 1'),
+    ({'seed': -1}, 'seed=-1'),
+    ({'seed': 2**32}, 'seed=4294967296'),
+  ],
+)
+def test_fields_that_do_not_fit(fields, match):
+  with pytest.raises(DataError, match=match):
+    _train(_plan(21), **fields)
+  with pytest.raises(DataError, match='no rows to train on'):
+    _train(_plan(0))
+
+
+@pytest.mark.parametrize(
+  ('rows', 'batch', 'count', 'expected'),
+  [
+    (10, 4, 4, 3),
+    (10, 16, 4, 1),
+    (8, 4, 1, 2),
+    (9, 4, 2, 3),
+    (0, 4, 4, 0),
+    (1, 4, 4, 1),
+  ],
+)
+def test_heldout_counts_each_row_once(rows, batch, count, expected):
+  plan = _plan(rows)
+  parts = [list(heldout_batches(plan, batch, i, count)) for i in range(count)]
+  assert [len(part) for part in parts] == [expected] * count
+  seen = collections.Counter()
+  for local in (b for part in parts for b in part):
+    assert tuple(local) == FIELDS
+    assert all(a.shape == (batch // count, 4) for a in local.values())
+    assert [a.dtype for a in local.values()] == [*[np.int32] * 3, np.dtype(bool)]
+    real = local['segments'][:, 0] > 0
+    np.testing.assert_array_equal(local['mask'], np.tile(real[:, None], 4))
+    assert not any(a[~real].any() for a in local.values())
+    seen.update(local['tokens'][real, 0].tolist())
+  assert seen == collections.Counter(range(rows))
+  # In order, and alike for any number of processes.
+  joined = [
+    {n: np.concatenate([p[n] for p in local]) for n in FIELDS}
+    for local in zip(*parts, strict=True)
+  ]
+  _same(joined, list(heldout_batches(plan, batch)))
+  flat = [i for ids in _ids(joined) for i in ids]
+  assert flat[:rows] == list(range(rows))
+
+
+def test_heldout_fields_that_do_not_fit():
+  with pytest.raises(DataError, match=r'batch=10 over process_count=4: .* such as 12'):
+    heldout_batches(_plan(10), 10, 0, 4)
+  with pytest.raises(DataError, match='process_index=4'):
+    heldout_batches(_plan(10), 8, 4, 4)
+
+
+def _tiny(tmp_path, text, **fields):
+  (tmp_path / 'a.txt').write_bytes(text)
+  return Config(Text((f'{tmp_path}/a.txt',), document='line'), **fields)
+
+
+LINES = b''.join(b'line %d\n' % i for i in range(18))
+
+
+@pytest.mark.parametrize('tokens', [Bytes.Config(), Characters.Config()])
+def test_eighteen_short_lines_train(tmp_path, tokens):
+  config = _tiny(tmp_path, LINES + b'\n', tokenizer=tokens, length=64)
+  data = batches.open_data(config, seed=0)
+  assert 1 < len(data.train) < config.batch
+  assert (data.counts['train'].documents, data.counts['train'].empty) == (18, 1)
+  assert list(heldout_batches(data.heldout, 16)) == []
+  iterator = _train(data.train, config.batch, config.shards)
+  for batch in _take(iterator, 5):
+    assert batch['tokens'].shape == (16, 64)
+    assert batch['mask'].any(1).all()
+  # The documents again, from the rows.
+  texts = collections.Counter()
+  rows = data.train.rows(np.arange(len(data.train)))
+  for row, segments in zip(rows['tokens'], rows['segments'], strict=True):
+    for segment in range(1, segments.max() + 1):
+      texts[data.tokenizer.decode(row[segments == segment])] += 1
+  assert texts == collections.Counter(LINES.decode().split('\n')[:-1])
+
+
+def test_open_data_reads_both_splits(tmp_path):
+  text = LINES + b'x' * 70 + b'\n'
+  config = _tiny(tmp_path, text, tokenizer=Characters.Config(), length=64)
+  assert isinstance(config.source, Text)
+  config.source.heldout = 0.4
+  data = batches.open_data(config, seed=0)
+  counts = data.counts
+  assert counts['train'].documents + counts['heldout'].documents == 19
+  assert counts['train'].long + counts['heldout'].long == 1
+  sizes = data.train.tokens.size + data.heldout.tokens.size
+  assert sizes == len(LINES) - 18 + 70
+  assert isinstance(data.tokenizer, Characters)
+  assert data.tokenizer.characters == ''.join(sorted({*LINES.decode(), 'x'} - {'\n'}))
+  # The seed moves the training rows only.
+  other = batches.open_data(config, seed=1)
+  assert other.heldout.fingerprint() == data.heldout.fingerprint()
+  assert other.train.fingerprint() != data.train.fingerprint()
+
+
+def test_open_data_refuses_what_cannot_be_learnt(tmp_path):
+  with pytest.raises(DataError, match='no training document has two tokens'):
+    batches.open_data(_tiny(tmp_path, b'a\nb\n'), seed=0)
+  for fields, match in (
+    ({'length': 1}, 'length=1'),
+    ({'batch': 12}, 'batch=12 over shards=8: .* such as 16'),
+  ):
+    with pytest.raises(DataError, match=match):
+      batches.open_data(_tiny(tmp_path, LINES, **fields), seed=0)
+  with pytest.raises(DataError, match='seed=-1'):
+    batches.open_data(_tiny(tmp_path, LINES), seed=-1)
+  with pytest.raises(DataError, match=r'shards=8 over process_count=3: .* such as 9'):
+    Config().validate(process_count=3)

@@ -1,0 +1,19 @@
+"""Eight simulated CPU devices, strict promotion, and shapes checked by beartype."""
+
+import os
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['XLA_FLAGS'] = (
+  os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
+)
+os.environ.setdefault('MPLBACKEND', 'agg')
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+with install_import_hook('mtpjax', 'beartype.beartype'):
+  import mtpjax.model  # noqa: F401
+  import mtpjax.step  # noqa: F401

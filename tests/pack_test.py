@@ -1,0 +1,149 @@
+"""Packing against a loop: every token once, documents apart, rows as told."""
+
+import time
+
+import numpy as np
+import pytest
+
+from mtpjax.data import pack
+from mtpjax.data.sources import DataError
+
+
+def _corpus(sizes, seed=0, vocab_size=256):
+  rng = np.random.default_rng(seed)
+  return [rng.integers(0, vocab_size, n).astype(np.int32) for n in sizes]
+
+
+def _loop(documents, length, seed):
+  """Rows as lists of pieces, each a list of tokens."""
+  rows, rests = [], []
+  for document in documents:
+    pieces = [document[i : i + length] for i in range(0, len(document), length)]
+    for piece in pieces:
+      (rows if len(piece) == length else rests).append([piece.tolist()])
+  full = len(rows)
+  for i in np.random.RandomState(seed).permutation(len(rests)):
+    (piece,) = rests[i]
+    for row in rows[full:]:
+      if sum(map(len, row)) + len(piece) <= length:
+        row.append(piece)
+        break
+    else:
+      rows.append([piece])
+  return rows
+
+
+def _slots(row, length):
+  """One row of pieces slot by slot."""
+  slots = [
+    (token, segment, position, True)
+    for segment, piece in enumerate(row, 1)
+    for position, token in enumerate(piece)
+  ]
+  slots += [(0, 0, 0, False)] * (length - len(slots))
+  names = ('tokens', 'segments', 'positions', 'mask')
+  return dict(zip(names, map(list, zip(*slots, strict=True)), strict=True))
+
+
+CASES = {
+  'mixed': [3, 0, 8, 1, 17, 5, 5, 2, 16, 0, 7, 1, 4],
+  'long': [100],
+  'full': [8, 16, 24],
+  'short': [1] * 30,
+  'one': [2],
+  'empty': [0, 0],
+  'none': [],
+  'many': np.random.default_rng(1).integers(0, 20, 300).tolist(),
+}
+
+
+@pytest.mark.parametrize('sizes', CASES.values(), ids=CASES)
+@pytest.mark.parametrize('length', [1, 2, 8, 13])
+def test_equals_the_loop(sizes, length):
+  documents = _corpus(sizes)
+  plan = pack.pack(pack.concatenate(documents, 256), length, seed=5)
+  expected = _loop(documents, length, seed=5)
+  assert len(plan) == len(expected)
+  for i, row in enumerate(expected):
+    actual = plan.row(i)
+    assert {k: v.tolist() for k, v in actual.items()} == _slots(row, length)
+    assert [v.dtype for v in actual.values()] == [*[np.int32] * 3, bool]
+    assert all(v.shape == (length,) for v in actual.values())
+
+
+def test_every_token_is_in_one_slot():
+  documents = [np.arange(100, 131), np.arange(0), np.arange(7), np.arange(50, 52)]
+  plan = pack.pack(pack.concatenate(documents, 200), 10, seed=0)
+  batch = plan.rows(np.arange(len(plan)))
+  assert sorted(batch['tokens'][batch['mask']].tolist()) == sorted(
+    np.concatenate(documents).tolist()
+  )
+
+
+def test_padding_is_known_by_segment():
+  plan = pack.pack(pack.concatenate([np.zeros(3, int), np.zeros(2, int)], 1), 8, 0)
+  row = plan.row(0)
+  assert not row['tokens'].any()
+  assert sorted(row['segments'].tolist()) in (
+    [0, 0, 0, 1, 1, 1, 2, 2],
+    [0, 0, 0, 1, 1, 2, 2, 2],
+  )
+  assert row['mask'].tolist() == [True] * 5 + [False] * 3
+
+
+def test_a_batch_is_its_rows_filled_up():
+  plan = pack.pack(pack.concatenate(_corpus(CASES['many']), 256), 13, 0)
+  indices = np.array([5, 0, 5, len(plan) - 1])
+  batch = plan.rows(indices, size=6)
+  for name, array in batch.items():
+    assert array.shape == (6, 13)
+    assert array.flags.c_contiguous
+    assert not array[4:].any()
+    for k, index in enumerate(indices.tolist()):
+      np.testing.assert_array_equal(array[k], plan.row(index)[name])
+  assert not any(v.any() for v in plan.rows(np.arange(0), size=2).values())
+
+
+def test_indices_outside_are_refused():
+  plan = pack.pack(pack.concatenate([np.arange(5)], 256), 4, 0)
+  for index in (-1, 2):
+    with pytest.raises(IndexError, match='of a plan of 2 rows'):
+      plan.row(index)
+  with pytest.raises(DataError, match='length=0'):
+    pack.pack(pack.concatenate([np.arange(5)], 256), 0, 0)
+
+
+@pytest.mark.parametrize(
+  ('vocab_size', 'dtype'),
+  [(1, 'u1'), (256, 'u1'), (257, 'u2'), (65536, 'u2'), (65537, 'u4')],
+)
+def test_the_corpus_is_small(vocab_size, dtype):
+  ids = np.array([0, vocab_size - 1], np.int32)
+  corpus = pack.concatenate([ids, ids[:1]], vocab_size)
+  assert corpus.tokens.dtype == dtype
+  assert corpus.tokens.tolist() == [0, vocab_size - 1, 0]
+  assert corpus.offsets.tolist() == [0, 2, 3]
+  assert pack.concatenate([], vocab_size).tokens.size == 0
+
+
+def test_the_seed_and_the_contents_are_in_the_fingerprint():
+  documents = _corpus(CASES['many'])
+
+  def make(parts=documents, length=13, seed=0):
+    return pack.pack(pack.concatenate(parts, 256), length, seed).fingerprint()
+
+  changed = [documents[0] + 1, *documents[1:]]
+  prints = [make(), make(seed=1), make(length=12), make(changed), make([])]
+  assert len(set(prints)) == len(prints)
+  assert make() == prints[0]
+  assert all(0 <= p < 2**31 for p in prints)
+
+
+def test_a_million_short_documents_pack_in_seconds():
+  sizes = np.random.default_rng(0).integers(1, 60, 10**6)
+  offsets = np.concatenate([[0], np.cumsum(sizes)])
+  corpus = pack.Corpus(np.zeros(offsets[-1], np.uint8), offsets)
+  start = time.perf_counter()
+  plan = pack.pack(corpus, 256, seed=0)
+  assert time.perf_counter() - start < 10
+  assert len(plan) * 256 < 1.01 * offsets[-1]

@@ -1,0 +1,115 @@
+"""Tokenizers: exact round trips, byte counts, and what is refused."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from mtpjax.data import tokenizer
+from mtpjax.data.sources import DataError, Document
+from mtpjax.data.tokenizer import Bytes, Characters
+
+TEXTS = ['', 'a', 'naïve\r\n', 'У лукоморья', '漢字 🙂\x00\u2028', 'e\u0301']
+
+
+def _documents(*texts):
+  return [Document(str(i), text.encode()) for i, text in enumerate(texts)]
+
+
+def _characters(*texts):
+  return Characters.Config().build(_documents(*texts))
+
+
+@pytest.mark.parametrize('built', [Bytes.Config().build([]), _characters(*TEXTS)])
+@pytest.mark.parametrize('text', TEXTS)
+def test_round_trip_and_byte_counts(built, text):
+  ids = built.encode(text)
+  assert ids.dtype == np.int32
+  np.testing.assert_array_equal(ids, built.encode(text.encode()))
+  assert built.decode(ids) == text
+  assert built.decode(ids.tolist()) == text
+  counts = tokenizer.num_bytes(built, ids)
+  assert (counts.dtype, counts.shape) == (np.int32, ids.shape)
+  assert counts.sum() == len(text.encode())
+  if isinstance(built, Bytes):
+    assert ids.tolist() == list(text.encode())
+  else:  # a loop over the characters
+    assert ids.tolist() == [built.characters.index(c) for c in text]
+    assert counts.tolist() == [len(c.encode()) for c in text]
+
+
+def test_byte_counts_keep_the_shape():
+  built = _characters('aé漢')
+  ids = np.array([[0, 1], [2, 2]], np.uint8)
+  assert tokenizer.num_bytes(built, ids).tolist() == [[1, 2], [3, 3]]
+  assert built.bytes_per_token.tolist() == [1, 2, 3]
+  assert Bytes().bytes_per_token.tolist() == [1] * 256
+
+
+def test_the_vocabulary_is_the_sorted_characters_of_all_documents():
+  built = _characters('cab', 'é', '', 'b🙂')
+  assert built.characters == 'abcé🙂'
+  assert built.vocab_size == 5
+  assert Bytes().vocab_size == 256
+
+
+def test_documents_are_joined_over_chunks(monkeypatch):
+  monkeypatch.setattr(tokenizer, '_CHUNK_BYTES', 3)
+  assert _characters('é', 'ab', 'c', 'dé', 'z').characters == 'abcdzé'
+
+
+def test_bytes_decode_replaces_what_is_not_utf8():
+  assert Bytes().decode([0xFF, 65, 0xC3]) == '\ufffdA\ufffd'
+
+
+@pytest.mark.parametrize('character', ['b', '\x00', 'z', '\u2028', '🙂', '\ud800'])
+def test_an_unknown_character_is_named(character):
+  built = _characters('ac\u2027\u2029')
+  point = f'U\\+{ord(character):04X}'
+  with pytest.raises(DataError, match=f'doc:7: character .* \\({point}\\) at index 2'):
+    built.encode(f'ac{character}a{character}', where='doc:7')
+
+
+def test_what_is_refused():
+  built = _characters('ab')
+  with pytest.raises(DataError, match='byte 0xff at 1 is not UTF-8'):
+    built.encode(b'a\xff')
+  with pytest.raises(DataError, match=r'U\+D800'):
+    Bytes().encode('a\ud800')
+  for ids, match in (([0, 2], 'id 2 .*of 2'), ([-1], 'id -1'), ([0.5], 'float64')):
+    with pytest.raises(DataError, match=match):
+      built.decode(ids)
+    with pytest.raises(DataError, match=match):
+      tokenizer.num_bytes(built, ids)
+  with pytest.raises(DataError, match=r'id 256 .*of 256'):
+    Bytes().decode([256])
+  for characters in ('', 'ba', 'aa'):
+    with pytest.raises(DataError, match='non-empty, ascending and distinct'):
+      Characters(characters)
+  with pytest.raises(DataError, match='non-empty'):
+    _characters()
+
+
+def test_json_carries_the_tokenizer():
+  made = [Bytes(), *(_characters(t) for t in ('ab', 'abc', 'é🙂\u2028"\\'))]
+  for built in made:
+    again = tokenizer.from_json(built.to_json())
+    assert again == built
+    assert again.fingerprint == built.fingerprint
+    assert json.loads(built.to_json())
+  assert len({built.fingerprint for built in made}) == len(made)
+  for text in ('', '[]', '{"kind": "words"}', '{"kind": "bytes", "x": 1}', '{}'):
+    with pytest.raises(DataError, match='tokenizer='):
+      tokenizer.from_json(text)
+  with pytest.raises(DataError, match='ascending'):
+    tokenizer.from_json('{"kind": "characters", "characters": "ba"}')
+
+
+def test_megabytes_take_no_python_loop():
+  text = 'naïve text, 漢字\n' * 300_000
+  start = time.perf_counter()
+  built = _characters(text)
+  assert built.decode(built.encode(text)) == text
+  assert Bytes().decode(Bytes().encode(text)) == text
+  assert time.perf_counter() - start < 5
