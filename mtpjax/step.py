@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, TypedDict
 
 import jax
@@ -198,6 +199,20 @@ def train_step(
   }
   params = {**frozen, **trainable}
   return {'step': step + 1, 'params': params, 'opt': opt}, metrics
+
+
+def compile_train(graphdef: Any, config: Any, state: TrainState) -> jax.stages.Compiled:
+  """The train step compiled for abstract or real state; the state is donated."""
+  shape = (config.data.batch, config.data.length)
+  kinds = {'tokens': 'int32', 'positions': 'int32', 'segments': 'int32', 'mask': 'bool'}
+  arrays = {
+    name: jax.ShapeDtypeStruct(
+      shape, kind, sharding=jax.NamedSharding(jax.sharding.get_mesh(), mesh.ids_BT)
+    )
+    for name, kind in kinds.items()
+  }
+  step = functools.partial(train_step, graphdef, config)
+  return jax.jit(step, donate_argnums=0).lower(state, arrays).compile()
 
 
 def eval_step(graphdef: Any, config: Any, params: dict, arrays: dict) -> dict:

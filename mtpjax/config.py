@@ -1,0 +1,136 @@
+"""The config tree and its one validation. Each dataclass lives beside its class."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from mtpjax import checkpoint, flags, losses, mesh, step
+from mtpjax.data import batches
+from mtpjax.drafters import base
+from mtpjax.flags import ConfigError
+from mtpjax.models import trunk
+
+
+@dataclasses.dataclass
+class Config:
+  """Everything a run is. Config files return one; flags override its fields."""
+
+  name: str = 'run'
+  seed: int = 0
+  steps: int = 1000
+  log_every: int = 10  # steps between lines of metrics
+  data: batches.Config = dataclasses.field(default_factory=batches.Config)
+  trunk: trunk.Config = dataclasses.field(default_factory=trunk.Config)
+  drafter: base.Config | None = None  # at most one; None is plain pretraining
+  objectives: tuple[base.Config, ...] = ()  # further ones, which need not draft
+  freeze_trunk: bool = False  # only the objectives train
+  loss: losses.Config = dataclasses.field(default_factory=losses.Config)
+  optimizer: step.OptimizerConfig = dataclasses.field(
+    default_factory=step.OptimizerConfig
+  )
+  mesh: mesh.Config = dataclasses.field(default_factory=mesh.Config)
+  checkpoint: checkpoint.Config = dataclasses.field(
+    default_factory=lambda: checkpoint.Config(every=500)
+  )
+
+  def parts(self) -> dict[str, base.Config]:
+    """The objectives by name: 'drafter', then each further one by its file's name."""
+    found = {} if self.drafter is None else {'drafter': self.drafter}
+    for config in self.objectives:
+      name = type(config).__module__.rpartition('.')[2].replace(' ', '_')
+      same = sum(other == name or other.startswith(f'{name}_') for other in found)
+      found[f'{name}_{same + 1}' if same else name] = config
+    return found
+
+
+# A directory goes on after a change of these: they do not change what is learnt.
+FREE = ('name', 'log_every', 'mesh', 'checkpoint')
+
+
+def finalize(config: Config, vocab: int | None = None) -> Config:
+  """Fills in what follows from other fields and refuses what cannot run.
+
+  Called before the data is read and again, with the tokenizer's `vocab`, before
+  anything compiles. Needs the mesh to be set (`jax.set_mesh`).
+
+  Raises:
+    ConfigError: names the field, its value and a fix.
+    DataError: the same, of the data.
+  """
+  flags.check_types(config)
+  for name in ('steps', 'log_every'):
+    if getattr(config, name) < 1:
+      raise ConfigError(name, getattr(config, name), 'is not positive', 'use at least 1')
+  if not 0 <= config.seed < 2**32:
+    raise ConfigError('seed', config.seed, 'is no seed', 'use one in 0 … 2³² - 1')
+  config.trunk.finalize(vocab)
+  for name, objective in config.parts().items():
+    objective.finalize(config.trunk, 'drafter' if name == 'drafter' else name)
+    _check_needs(name, objective, config.trunk)
+  if config.freeze_trunk and not config.parts():
+    raise ConfigError(
+      'freeze_trunk', True, 'leaves nothing to train', 'set a drafter or False'
+    )
+  config.loss.finalize()
+  config.optimizer.finalize()
+  config.checkpoint.finalize()
+  config.data.validate()
+  _check_mesh(config)
+  _check_dtype(config.trunk)
+  return config
+
+
+def _check_needs(name: str, objective: base.Config, sizes: trunk.Config) -> None:
+  needs = objective.needs(sizes)
+  left = sizes.layers - needs.layers_given_up
+  for field, numbers, limit in (
+    ('taps', needs.taps, left),
+    ('kv_layers', needs.kv_layers, left - 1),
+  ):
+    for number in numbers:
+      if not 0 <= number <= limit:
+        raise ConfigError(
+          f'{name}.{field}',
+          number,
+          f'is no layer of a trunk of {left}',
+          f'use 0 … {limit}',
+        )
+
+
+def _check_mesh(config: Config) -> None:
+  """Every sharded length must divide over its axes."""
+  sizes = config.trunk
+  rows = config.optimizer.accumulate
+  checks = [
+    ('data.batch', config.data.batch, mesh.BATCH, rows, 'optimizer.accumulate × '),
+    ('data.length', config.data.length, ('context',), 1, ''),
+    ('trunk.width', sizes.width, ('fsdp',), 1, ''),
+    ('trunk.heads', sizes.heads, ('tensor',), 1, ''),
+    ('trunk.ffn', sizes.ffn, ('tensor',), 1, ''),
+    ('trunk.vocab_multiple', sizes.vocab_multiple, ('tensor',), 1, ''),
+  ]
+  for field, value, axes, times, said in checks:
+    divisor = mesh.axis_size(*axes) * times
+    if value % divisor:
+      over = said + ' × '.join(f'mesh.{axis}' for axis in axes)
+      raise ConfigError(
+        field,
+        value,
+        f'does not divide by {over} = {divisor}',
+        f'use a multiple, such as {-(-value // divisor) * divisor}',
+      )
+
+
+def _check_dtype(sizes: trunk.Config) -> None:
+  for field in ('dtype', 'param_dtype'):
+    if getattr(sizes, field) == 'float64' and not jax.config.jax_enable_x64:
+      raise ConfigError(
+        f'trunk.{field}', 'float64', 'is off in JAX', 'set JAX_ENABLE_X64=1'
+      )
+
+
+def conventions(config: Config) -> dict:
+  """What somebody must know to run a checkpoint elsewhere, by objective."""
+  return {name: part.conventions() for name, part in config.parts().items()}

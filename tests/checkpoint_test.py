@@ -1,0 +1,564 @@
+"""Checkpoints: exact, atomic, verified, and never silent about what went wrong."""
+
+import json
+import logging
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mtpjax import checkpoint
+from mtpjax.checkpoint import CheckpointError, CheckpointMismatchError, Checkpoints
+from mtpjax.flags import ConfigError
+
+CONFIG = checkpoint.Config(every=5)
+DATA = {'shards': {'0': {'next': 7, 'pack': [1, 2.5, None]}}}
+METADATA = {'config': {'layers': 2}, 'conventions': {'depths': 3}}
+
+
+def make_mesh(rows, columns):
+  devices = jax.devices()[: rows * columns]
+  return jax.make_mesh((rows, columns), ('data', 'model'), devices=devices)
+
+
+def make_state(seed=0, layers=2, dtype=jnp.float32):
+  def draw(*shape):
+    return np.random.default_rng([seed, *shape]).normal(size=shape).astype('f4')
+
+  params = {
+    'trunk': {'w_LDF': jnp.asarray(draw(layers, 8, 16), dtype)},
+    'objectives': {'mtp': {'w_DD': jnp.asarray(draw(8, 8)), 'scale': jnp.float32(3)}},
+  }
+  # A NaN with a payload, an infinity and a negative zero have to survive bit for bit.
+  odd = np.array([0x7FC00123, 0x7F800000, 0x80000000], 'u4').view('f4')
+  return {
+    'step': jnp.int32(seed),
+    'params': params,
+    'opt': optax.adamw(1e-3).init(params),
+    'half': jnp.asarray(draw(8, 4), jnp.bfloat16),
+    'key': jax.random.key_data(jax.random.key(seed)),
+    'flags': jnp.array([True, False]),
+    'odd': jnp.asarray(odd),
+  }
+
+
+def place(state, mesh):
+  """Matrices over both axes of the mesh, the rest on every device."""
+
+  def put(x):
+    spec = P(*(None,) * (x.ndim - 2), 'data', 'model') if x.ndim >= 2 else P()
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+  return jax.tree.map(put, state)
+
+
+def abstract(state):
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+  )
+
+
+def assert_same_bits(got, want):
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    assert (x.dtype, x.shape) == (y.dtype, y.shape)
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def save_steps(directory, steps, config=CONFIG):
+  with Checkpoints(directory, config, METADATA) as checkpoints:
+    for step in steps:
+      checkpoints.save(step, make_state(step), {'at': step})
+
+
+def names(directory):
+  return sorted(path.name for path in pathlib.Path(directory).iterdir())
+
+
+# --- Round trips ----------------------------------------------------------------------
+
+
+def test_round_trip_is_exact(tmp_path):
+  state = make_state()
+  with Checkpoints(tmp_path, CONFIG, METADATA) as checkpoints:
+    assert checkpoints.restore(abstract(state)) is None
+    assert checkpoints.latest_step() is None
+    assert checkpoints.save(5, state, DATA)
+    restored = checkpoints.restore(abstract(state))
+  assert restored is not None
+  assert_same_bits(restored.state, state)
+  assert type(restored.state['opt'][0]) is type(state['opt'][0])  # ScaleByAdamState
+  assert restored[::2] == (5, DATA) and restored.metadata == METADATA
+  assert checkpoint.read_metadata(tmp_path) == METADATA
+
+
+def test_another_mesh_and_back(tmp_path):
+  small, large = make_mesh(1, 1), make_mesh(2, 4)
+  state = place(make_state(), small)
+  with Checkpoints(tmp_path, CONFIG) as checkpoints:
+    checkpoints.save(1, state, {})
+    spread = checkpoints.restore(abstract(place(state, large)))
+    assert spread is not None
+    w = spread.state['params']['trunk']['w_LDF']
+    assert w.sharding == NamedSharding(large, P(None, 'data', 'model'))
+    assert w.addressable_shards[0].data.shape == (2, 4, 4)
+    checkpoints.save(2, spread.state, {})
+    back = checkpoints.restore(abstract(state))
+    alone = checkpoints.restore(  # without any sharding: on one device
+      jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    )
+  assert back is not None and back.step == 2 and alone is not None
+  assert_same_bits(back.state, state)
+  assert_same_bits(alone.state, state)
+  assert len(back.state['half'].sharding.device_set) == 1
+
+
+def test_eval_shape_takes_the_mesh_in_use(tmp_path):
+  mesh = make_mesh(2, 4)
+  state = place({'params': jnp.arange(64.0).reshape(8, 8)}, mesh)
+  shapes = jax.eval_shape(lambda x: x, state)
+  with Checkpoints(tmp_path, CONFIG) as checkpoints:
+    checkpoints.save(1, state, {}, wait=True)
+    with pytest.raises(CheckpointError, match=r'params is sharded.*set_mesh'):
+      checkpoints.restore(shapes)
+    with jax.set_mesh(mesh):
+      restored = checkpoints.restore(shapes)
+  assert restored is not None
+  assert restored.state['params'].sharding == state['params'].sharding
+
+
+def test_donating_the_saved_state_is_safe(tmp_path):
+  state = {'x': jax.random.normal(jax.random.key(0), (512, 512))}
+  want = jax.tree.map(np.array, state)
+  spoil = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 + 7, s), donate_argnums=0)
+  with Checkpoints(tmp_path, CONFIG) as checkpoints:
+    checkpoints.save(1, state, {})
+    jax.block_until_ready(spoil(spoil(state)))
+    shapes = {'x': jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    restored = checkpoints.restore(shapes)
+  assert restored is not None and restored.step == 1
+  assert_same_bits(restored.state, want)
+
+
+def test_params_alone(tmp_path):
+  save_steps(tmp_path, [1, 2])
+  params = make_state(1)['params']
+  reader = Checkpoints(tmp_path)  # writes nothing, needs no config
+  before = names(tmp_path)
+  assert_same_bits(reader.restore_params(abstract(params), step=1).state, params)
+  trunk = {'trunk': abstract(params['trunk'])}
+  with pytest.raises(CheckpointMismatchError, match=r'params/objectives/mtp/w_DD'):
+    reader.restore_params(trunk)
+  restored = reader.restore_params(trunk, subset=True)
+  assert restored.step == 2 and restored.data_state == {'at': 2}
+  assert_same_bits(restored.state, {'trunk': make_state(2)['params']['trunk']})
+  with pytest.raises(CheckpointError, match='reading only'):
+    reader.save(3, params, {})
+  assert names(tmp_path) == before
+
+
+# --- Checksums ------------------------------------------------------------------------
+
+
+def oracle_checksum(x):
+  """The same sum as a loop over Python integers."""
+  words = np.asarray(x).reshape(-1)
+  if words.dtype == bool:
+    words = words.astype('u4')
+  words = words.view(f'u{min(4, words.dtype.itemsize)}').reshape(-1)
+  total, mask = 0, 0xFFFFFFFF
+  for i, word in enumerate(words):
+    h = (int(word) + i * 0x9E3779B9) & mask
+    h = ((h ^ h >> 16) * 0x85EBCA6B) & mask
+    h = ((h ^ h >> 13) * 0xC2B2AE35) & mask
+    total += h ^ h >> 16
+  return total & mask
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'int8', 'uint32', 'bool'])
+def test_checksum_matches_a_loop_on_any_mesh(dtype):
+  x = np.random.default_rng(0).normal(size=(2, 4, 8)).astype(jnp.dtype(dtype))
+  want = oracle_checksum(x)
+  assert int(checkpoint.checksum(jnp.asarray(x))) == want
+  spread = place(jnp.asarray(x), make_mesh(2, 4))
+  assert int(jax.jit(checkpoint.checksum)(spread)) == want
+
+
+def test_checksum_sees_swaps_and_single_bits():
+  x = np.arange(1, 65, dtype='f4').reshape(8, 8)
+  want = int(checkpoint.checksum(jnp.asarray(x)))
+  swaps = [x[::-1], x.T, np.roll(x, 1), np.concatenate([x[:, 4:], x[:, :4]], 1)]
+  for bit in range(32):
+    flipped = x.copy()
+    flipped.view('u4')[3, 5] ^= np.uint32(1 << bit)
+    swaps.append(flipped)
+  for other in swaps:
+    assert int(checkpoint.checksum(jnp.asarray(other))) != want
+
+
+# --- Mismatches are errors, not fallbacks ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+  'other, lines',
+  [
+    (
+      lambda: make_state(layers=3),
+      [r'params/trunk/w_LDF: float32\[2, 8, 16\] in the ch.*float32\[3, 8, 16\] here'],
+    ),
+    (
+      lambda: make_state(dtype=jnp.bfloat16),
+      [r'params/trunk/w_LDF: float32\[2, 8, 16\] in the ch.*bfloat16\[2, 8, 16\] here'],
+    ),
+    (
+      lambda: {'params': {'new': jnp.zeros(2)}},
+      [r'params/new: absent in the ch.*float32\[2\] here', r'and \d+ more'],
+    ),
+  ],
+)
+def test_mismatch_names_the_leaves(tmp_path, other, lines, caplog):
+  save_steps(tmp_path, [5, 10])
+  with Checkpoints(tmp_path, CONFIG) as checkpoints:
+    with pytest.raises(CheckpointMismatchError) as error:
+      checkpoints.restore(abstract(other()))
+    for line in lines:
+      error.match(line)
+    assert not caplog.records and checkpoints.steps() == [5, 10]
+
+
+# --- Damage ---------------------------------------------------------------------------
+
+
+def data_files(step_directory):
+  """The files with the arrays' bytes, the largest first."""
+  files = [f for f in step_directory.glob('state/**/d/*') if f.is_file()]
+  return sorted(files, key=lambda f: -f.stat().st_size)
+
+
+def truncate(step):
+  file = data_files(step)[0]
+  os.truncate(file, file.stat().st_size // 2)
+
+
+def flip(step):
+  file = data_files(step)[0]
+  raw = bytearray(file.read_bytes())
+  raw[len(raw) // 2] ^= 4
+  file.write_bytes(raw)
+
+
+def remove(*patterns):
+  def damage(step):
+    for pattern in patterns:
+      for file in step.glob(pattern):
+        file.unlink()
+
+  return damage
+
+
+def rewrite(name, old, new):
+  def damage(step):
+    text = (step / name).read_text()
+    assert old in text
+    (step / name).write_text(text.replace(old, new))
+
+  return damage
+
+
+def empty(step):
+  for path in sorted(step.rglob('*'), reverse=True):
+    path.unlink() if path.is_file() else path.rmdir()
+
+
+def junk(step):
+  empty(step)
+  (step / 'notes.txt').write_text('mine')
+
+
+DAMAGE = {
+  'truncated': (truncate, 'cannot be read'),
+  'flipped': (flip, 'changed since it was saved|cannot be read'),
+  'no data': (remove('state/**/d/*'), 'cannot be read'),
+  'no manifest': (remove('state/manifest.ocdbt'), 'cannot be read'),
+  'no tree': (remove('state/_METADATA'), 'cannot be read'),
+  'no record': (remove('_CHECKPOINT_METADATA'), 'no _CHECKPOINT_METADATA'),
+  'other data state': (
+    rewrite('_CHECKPOINT_METADATA', '"at": 10', '"at": 11'),
+    '_CHECKPOINT_METADATA changed',
+  ),
+  'half a record': (
+    lambda step: os.truncate(step / '_CHECKPOINT_METADATA', 99),
+    '_CHECKPOINT_METADATA cannot be read',
+  ),
+  'empty': (empty, 'no _CHECKPOINT_METADATA'),
+  'junk': (junk, 'no _CHECKPOINT_METADATA'),
+}
+
+
+@pytest.mark.parametrize('kind', DAMAGE)
+def test_damage_falls_back_loudly(tmp_path, kind, caplog):
+  damage, reason = DAMAGE[kind]
+  save_steps(tmp_path, [5, 10])
+  damage(tmp_path / '10')
+  shapes = abstract(make_state())
+  with Checkpoints(tmp_path, CONFIG, METADATA) as checkpoints:
+    restored = checkpoints.restore(shapes)
+    assert restored is not None and restored.step == 5
+    assert_same_bits(restored.state, make_state(5))
+    [line] = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert 'step 10' in line and str(tmp_path) in line
+    assert any(part in line for part in reason.split('|'))
+    assert checkpoints.latest_step() == 5
+    with pytest.raises(CheckpointError, match='step 10'):  # asked for, so no fallback
+      checkpoints.restore(shapes, step=10)
+    # The run goes on over the damaged step, whose directory is kept aside.
+    assert not checkpoints.save(5, make_state(6), {})
+    assert checkpoints.save(10, make_state(10), {'at': 10}, wait=True)
+    again = checkpoints.restore(shapes)
+  assert again is not None and again.step == 10
+  assert_same_bits(again.state, make_state(10))
+  assert names(tmp_path) == ['10', '10.damaged-1', '5']
+
+
+def test_every_flipped_bit_in_the_arrays_is_seen(tmp_path):
+  """Orbax by itself returns most of these without a word."""
+  save_steps(tmp_path, [1])
+  file = data_files(tmp_path / '1')[0]
+  raw = file.read_bytes()
+  rng = np.random.default_rng(0)
+  shapes = abstract(make_state())
+  for _ in range(12):
+    spoilt = bytearray(raw)
+    spoilt[rng.integers(len(raw))] ^= 1 << int(rng.integers(8))
+    file.write_bytes(spoilt)
+    try:
+      restored = Checkpoints(tmp_path).restore(shapes)
+    except CheckpointError:
+      continue
+    assert restored is not None
+    assert_same_bits(restored.state, make_state(1))  # a byte that nothing reads
+
+
+def test_all_damaged_is_an_error(tmp_path):
+  save_steps(tmp_path, [5, 10])
+  flip(tmp_path / '10')
+  empty(tmp_path / '5')
+  with pytest.raises(CheckpointError, match=r'step 10: .*step 5: ') as error:
+    Checkpoints(tmp_path).restore(abstract(make_state()))
+  assert not isinstance(error.value, CheckpointMismatchError)
+
+
+def test_names_that_are_no_steps_are_ignored(tmp_path):
+  save_steps(tmp_path, [5])
+  for name in ('0099', '-3', '1e3', '²', '7.tmp', '12.orbax-checkpoint-tmp'):
+    (tmp_path / name).mkdir()
+  (tmp_path / '77').write_text('a file')
+  with Checkpoints(tmp_path, CONFIG) as checkpoints:
+    restored = checkpoints.restore(abstract(make_state()))
+    assert restored is not None and restored.step == 5
+    assert checkpoints.steps() == [5]
+
+
+# --- Keeping --------------------------------------------------------------------------
+
+
+def test_keep_policy(tmp_path):
+  save_steps(tmp_path, range(1, 10), checkpoint.Config(every=1, keep=2, keep_every=3))
+  assert names(tmp_path) == ['3', '6', '8', '9']
+  (tmp_path / '11').mkdir()  # junk takes no place among the newest
+  save_steps(tmp_path, [10], checkpoint.Config(every=1, keep=2))
+  assert names(tmp_path) == ['10', '11', '9']
+
+
+def test_saves_in_a_row_are_all_kept(tmp_path):
+  save_steps(tmp_path, range(6), checkpoint.Config(every=1, keep=9))
+  with Checkpoints(tmp_path, CONFIG) as checkpoints:
+    assert checkpoints.steps() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_step_that_is_there_stays_and_older_ones_are_refused(tmp_path):
+  save_steps(tmp_path, [5, 10])
+  with Checkpoints(tmp_path, CONFIG, METADATA) as checkpoints:
+    assert not checkpoints.save(10, make_state(1), {})
+    with pytest.raises(CheckpointError, match='saving step 7 .* step 10 is there'):
+      checkpoints.save(7, make_state(1), {})
+    restored = checkpoints.restore(abstract(make_state()))
+  assert restored is not None
+  assert_same_bits(restored.state, make_state(10))
+
+
+@pytest.mark.parametrize('field', ['every', 'keep', 'keep_every'])
+def test_config_is_checked(tmp_path, field):
+  config = checkpoint.Config(every=1)
+  setattr(config, field, 0)
+  with pytest.raises(ConfigError, match=rf'checkpoint\.{field} = 0: .*at least 1'):
+    Checkpoints(tmp_path, config)
+
+
+# --- Failures -------------------------------------------------------------------------
+
+
+def test_unwritable_directory_is_named(tmp_path):
+  (tmp_path / 'file').write_text('')
+  directory = tmp_path / 'file' / 'checkpoints'
+  with pytest.raises(CheckpointError, match='cannot write') as error:
+    Checkpoints(directory, CONFIG)
+  assert str(directory) in str(error.value)
+
+
+@pytest.fixture
+def break_writes(monkeypatch):
+  """Makes the background write fail as a full disk does."""
+  from orbax.checkpoint._src.serialization import type_handlers
+
+  async def full(*args, **kwargs):
+    raise OSError(28, 'No space left on device')
+
+  def switch(on):
+    monkeypatch.undo()
+    if on:
+      monkeypatch.setattr(type_handlers.serialization, 'async_serialize_from_host', full)
+
+  return switch
+
+
+@pytest.mark.parametrize('where', ['next save', 'close', 'wait'])
+def test_background_failure_surfaces(tmp_path, break_writes, where):
+  checkpoints = Checkpoints(tmp_path, CONFIG, METADATA)
+  checkpoints.save(5, make_state(5), {'at': 5}, wait=True)
+  break_writes(True)
+  with pytest.raises(CheckpointError, match='step 10 .*No space left.*5') as error:
+    checkpoints.save(10, make_state(10), {}, wait=where == 'wait')
+    break_writes(False)
+    if where == 'next save':
+      checkpoints.save(15, make_state(15), {})
+    checkpoints.close()
+  assert str(tmp_path) in str(error.value)
+  assert names(tmp_path) == ['5']  # the room is free again
+  break_writes(False)
+  restored = checkpoints.restore(abstract(make_state()))
+  assert restored is not None and restored.step == 5
+  checkpoints.save(15, make_state(15), {})
+  checkpoints.close()
+  assert checkpoints.steps() == [5, 15]
+
+
+def test_an_error_under_way_is_not_hidden(tmp_path, break_writes, caplog):
+  break_writes(True)
+  with pytest.raises(ZeroDivisionError):
+    with Checkpoints(tmp_path, CONFIG) as checkpoints:
+      checkpoints.save(1, make_state(), {})
+      raise ZeroDivisionError
+  assert any('saving step 1' in r.getMessage() for r in caplog.records)
+
+
+def test_what_cannot_be_saved_is_named(tmp_path):
+  with Checkpoints(tmp_path, CONFIG) as checkpoints:
+    with pytest.raises(CheckpointError, match='leaf a/1 is a float'):
+      checkpoints.save(1, {'a': (jnp.ones(2), 3.0)}, {})
+    with pytest.raises(CheckpointError, match=r'leaf k is a key<fry>.*key_data'):
+      checkpoints.save(1, {'k': jax.random.key(0)}, {})
+    for wrong in ({'x': {1, 2}}, {'x': float('nan')}):
+      with pytest.raises(CheckpointError, match='not JSON'):
+        checkpoints.save(1, {'a': jnp.ones(2)}, wrong)
+    assert checkpoints.steps() == []
+
+
+def test_no_checkpoint_says_what_was_looked_for(tmp_path):
+  with pytest.raises(CheckpointError, match='not a directory'):
+    checkpoint.read_metadata(tmp_path / 'nowhere')
+  (tmp_path / 'config.json').write_text('{}')
+  for call in (
+    lambda: checkpoint.read_metadata(tmp_path),
+    lambda: Checkpoints(tmp_path).restore_params({}),
+  ):
+    with pytest.raises(CheckpointError, match=r'such as 1000/.*found: config\.json'):
+      call()
+  save_steps(tmp_path, [5])
+  with pytest.raises(CheckpointError, match=r'directory 6/ .*found: 5, config\.json'):
+    Checkpoints(tmp_path).restore({}, step=6)
+
+
+# --- Killed ---------------------------------------------------------------------------
+
+KILLED = """
+  import sys
+  import jax, jax.numpy as jnp
+  from mtpjax import checkpoint
+  state = {'params': jnp.zeros((256, 256)), 'step': jnp.int32(0)}
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+  with checkpoint.Checkpoints(sys.argv[1], checkpoint.Config(every=1, keep=2)) as saved:
+    restored = saved.restore(shapes)
+    state = restored.state if restored else state
+    first = restored.step + 1 if restored else 1
+    for step in range(first, first + 1000):
+      state = {'params': state['params'] + 1, 'step': jnp.int32(step)}
+      saved.save(step, state, {'step': step})
+      print(step, flush=True)
+"""
+
+
+def run_until_killed(directory, saves, delay):
+  """Kills a process `delay` s after it said so many saves began; returns the last."""
+  command = [sys.executable, '-c', textwrap.dedent(KILLED), str(directory)]
+  with subprocess.Popen(
+    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  ) as process:
+    assert process.stdout is not None and process.stderr is not None
+    lines = [process.stdout.readline() for _ in range(saves)]
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    lines += process.stdout.readlines()
+    assert process.stderr.read() == ''  # no noise, whatever the last run left behind
+  return [int(line) for line in lines if line.endswith('\n')]
+
+
+def check_killed(directory, delays):
+  shapes = {
+    'params': jax.ShapeDtypeStruct((256, 256), jnp.float32),
+    'step': jax.ShapeDtypeStruct((), jnp.int32),
+  }
+  at = 0
+  for delay in delays:
+    begun = run_until_killed(directory, 3, delay)
+    assert begun[0] == at + 1  # the next run went on from what was restored
+    restored = Checkpoints(directory).restore(shapes)
+    assert restored is not None
+    at = restored.step
+    # The save that was under way may be lost, none before it; a save may be whole that
+    # the killed process could not speak of any more.
+    assert begun[-1] - 1 <= at <= begun[-1] + 1
+    assert restored.data_state == {'step': at} and int(restored.state['step']) == at
+    assert np.all(np.asarray(restored.state['params']) == at)
+
+
+def test_killed_while_saving(tmp_path):
+  check_killed(tmp_path, [0.001])
+
+
+@pytest.mark.slow
+def test_killed_while_saving_at_many_moments(tmp_path):
+  check_killed(tmp_path, np.linspace(0, 0.06, 16))
+
+
+def test_record_is_json_that_people_can_read(tmp_path):
+  save_steps(tmp_path, [1])
+  record = json.loads((tmp_path / '1' / '_CHECKPOINT_METADATA').read_text())
+  record = record['custom_metadata']
+  assert record['metadata'] == METADATA
+  assert record['leaves']['half'] == {
+    'shape': [8, 4],
+    'dtype': 'bfloat16',
+    'checksum': oracle_checksum(make_state(1)['half']),
+  }
