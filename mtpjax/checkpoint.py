@@ -22,6 +22,8 @@ import json
 import logging as std_logging
 import os
 import re
+import sys
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -270,8 +272,8 @@ class Checkpoints(contextlib.AbstractContextManager):
       logging.error('damaged checkpoint in %s, %s', self.directory, reasons[-1])
     if reasons:
       raise CheckpointError(
-        f'no checkpoint in {self.directory} can be read; {"; ".join(reasons[:_SHOWN])}; '
-        'put back a copy, or start anew in another directory'
+        f'no checkpoint in {self.directory} can be read; '
+        f'{"; ".join(reasons[:_SHOWN])}; put back a copy or use another directory'
       )
     return None
 
@@ -431,7 +433,8 @@ def _load(path: epath.Path, stored: dict, wanted: dict) -> list[Array]:
     except Exception as error:
       reason = f'its arrays cannot be read ({_brief(error)})'
     if loaded is None:
-      gc.collect()  # orbax's unawaited tasks complain as they are collected
+      gc.collect()  # the tasks complain as they are collected
+      time.sleep(0.2)  # and the other reads as they end
       raise _DamagedError(reason)
   sums = jax.device_get({name: _checksum(loaded[name]) for name in wanted})
   wrong = [name for name in wanted if int(sums[name]) != stored[name]['checksum']]
@@ -481,18 +484,27 @@ def _audible(record: std_logging.LogRecord) -> bool:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
   """A read that fails leaves tasks behind that say so again, with tracebacks."""
-  logger = std_logging.getLogger('asyncio')
+
+  def ignore_closed_loop(unraisable) -> None:
+    if 'Event loop is closed' not in str(unraisable.exc_value):
+      hook(unraisable)
+
+  logger, hook = std_logging.getLogger('asyncio'), sys.unraisablehook
   level = logger.level
-  logger.setLevel(std_logging.CRITICAL)
   try:
+    logger.setLevel(std_logging.CRITICAL)
+    sys.unraisablehook = ignore_closed_loop
     with warnings.catch_warnings():
       warnings.filterwarnings('ignore', 'coroutine .* was never awaited')
       yield
   finally:
     logger.setLevel(level)
+    sys.unraisablehook = hook
 
 
 def _brief(error: BaseException) -> str:
+  while error.__cause__ is not None:  # orbax wraps what happened in what it tried
+    error = error.__cause__
   text = ' '.join(str(error).split())
   return f'{type(error).__name__}: {text[:300]}{"…" if len(text) > 300 else ""}'
 

@@ -440,7 +440,7 @@ def to_json(config: Any, at: str = '') -> Any:
   return {'class': _class_path(type(config)), **saved}
 
 
-def from_json(data: dict[str, Any]) -> Any:
+def from_json(data: Any) -> Any:
   """Returns the config that `to_json` saved; a field it lacks gets its default.
 
   A saved config is data, not a way to run code: a class is taken from `mtpjax` or from

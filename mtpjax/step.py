@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
@@ -201,27 +202,62 @@ def train_step(
   return {'step': step + 1, 'params': params, 'opt': opt}, metrics
 
 
+def eval_step(
+  graphdef: Any,
+  config: Any,
+  bytes_V: Int[Array, ' V'],
+  params: dict,
+  arrays: dict,
+) -> tuple[dict[str, losses.Sums], dict[str, Int[Array, ' K']]]:
+  """(sums, bytes of the valid targets), by objective, over one batch of held-out rows:
+  the loss of training, without gradient or randomness.
+
+  Args:
+    bytes_V: UTF-8 bytes of each token.
+  """
+  merged = nnx.merge(graphdef, params)
+  batch = to_batch(arrays, config.freeze_trunk)
+  batch, targets = model.prepare(merged, batch, jax.random.key(config.seed))
+  counts = {name: t.counts for name, t in targets.items()}
+  end = jnp.ones((), jnp.promote_types(config.trunk.param_dtype, jnp.float32))
+  weights = model.depth_weights(merged, end, True, end.dtype)
+  step = jnp.asarray(config.steps, jnp.int32)
+  _, sums = model.loss(
+    merged, batch, targets, counts, weights, config.loss, step, key=None
+  )
+  lengths = {}
+  for name, target in targets.items():
+    if getattr(target.ids, 'ndim', 0) == 3:  # else they are no tokens
+      spec = jax.typeof(target.ids).sharding.spec
+      each = bytes_V.at[target.ids].get(out_sharding=spec)
+      lengths[name] = jnp.sum(jnp.where(target.valid, each, 0), (1, 2))
+  return sums, lengths
+
+
 def compile_train(graphdef: Any, config: Any, state: TrainState) -> jax.stages.Compiled:
-  """The train step compiled for abstract or real state; the state is donated."""
+  """(state, arrays) -> (state, metrics), compiled; the state is donated.
+
+  Args:
+    state: real or abstract, with shardings.
+  """
+  step = functools.partial(train_step, graphdef, config)
+  return jax.jit(step, donate_argnums=0).lower(state, abstract_arrays(config)).compile()
+
+
+def compile_eval(
+  graphdef: Any, config: Any, params: dict, bytes_per_token: Int[np.ndarray, ' V']
+) -> jax.stages.Compiled:
+  """(params, arrays) -> (sums, bytes), compiled."""
+  step = functools.partial(eval_step, graphdef, config, jnp.asarray(bytes_per_token))
+  return jax.jit(step).lower(params, abstract_arrays(config)).compile()
+
+
+def abstract_arrays(config: Any) -> dict:
+  """Shapes and shardings of the loader's global batch."""
   shape = (config.data.batch, config.data.length)
+  sharding = jax.NamedSharding(jax.sharding.get_mesh(), mesh.ids_BT)
   kinds = {'tokens': 'int32', 'positions': 'int32', 'segments': 'int32', 'mask': 'bool'}
-  arrays = {
-    name: jax.ShapeDtypeStruct(
-      shape, kind, sharding=jax.NamedSharding(jax.sharding.get_mesh(), mesh.ids_BT)
-    )
+  return {
+    name: jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
     for name, kind in kinds.items()
   }
-  step = functools.partial(train_step, graphdef, config)
-  return jax.jit(step, donate_argnums=0).lower(state, arrays).compile()
-
-
-def eval_step(graphdef: Any, config: Any, params: dict, arrays: dict) -> dict:
-  """Sums by objective over one batch of held-out rows: the same loss, no gradient."""
-  merged = nnx.merge(graphdef, params)
-  key = jax.random.key(config.seed)
-  batch, targets = model.prepare(merged, to_batch(arrays, config.freeze_trunk), key)
-  counts = {name: t.counts for name, t in targets.items()}
-  dtype = jnp.promote_types(config.trunk.param_dtype, jnp.float32)
-  weights = model.depth_weights(merged, jnp.ones((), dtype), True, dtype)
-  zero = jnp.zeros((), jnp.int32)
-  return model.loss(merged, batch, targets, counts, weights, config.loss, zero, None)[1]

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def make_state(seed=0, layers=2, dtype=jnp.float32):
     return np.random.default_rng([seed, *shape]).normal(size=shape).astype('f4')
 
   params = {
-    'trunk': {'w_LDF': jnp.asarray(draw(layers, 8, 16), dtype)},
+    'trunk': {'w_LDF': jnp.asarray(draw(layers, 64, 32), dtype)},
     'objectives': {'mtp': {'w_DD': jnp.asarray(draw(8, 8)), 'scale': jnp.float32(3)}},
   }
   # A NaN with a payload, an infinity and a negative zero have to survive bit for bit.
@@ -112,7 +113,7 @@ def test_another_mesh_and_back(tmp_path):
     assert spread is not None
     w = spread.state['params']['trunk']['w_LDF']
     assert w.sharding == NamedSharding(large, P(None, 'data', 'model'))
-    assert w.addressable_shards[0].data.shape == (2, 4, 4)
+    assert w.addressable_shards[0].data.shape == (2, 32, 8)
     checkpoints.save(2, spread.state, {})
     back = checkpoints.restore(abstract(state))
     alone = checkpoints.restore(  # without any sharding: on one device
@@ -215,11 +216,13 @@ def test_checksum_sees_swaps_and_single_bits():
   [
     (
       lambda: make_state(layers=3),
-      [r'params/trunk/w_LDF: float32\[2, 8, 16\] in the ch.*float32\[3, 8, 16\] here'],
+      [
+        r'params/trunk/w_LDF: float32\[2, 64, 32\] in the ch.*float32\[3, 64, 32\] here'
+      ],
     ),
     (
       lambda: make_state(dtype=jnp.bfloat16),
-      [r'params/trunk/w_LDF: float32\[2, 8, 16\] in the ch.*bfloat16\[2, 8, 16\] here'],
+      [r'params/trunk/w_LDF: float32\[2, 64, 32\] in .* bfloat16\[2, 64, 32\] here'],
     ),
     (
       lambda: {'params': {'new': jnp.zeros(2)}},
@@ -391,7 +394,7 @@ def test_a_step_that_is_there_stays_and_older_ones_are_refused(tmp_path):
   save_steps(tmp_path, [5, 10])
   with Checkpoints(tmp_path, CONFIG, METADATA) as checkpoints:
     assert not checkpoints.save(10, make_state(1), {})
-    with pytest.raises(CheckpointError, match='saving step 7 .* step 10 is there'):
+    with pytest.raises(CheckpointError, match=r'saving step 7 .* step 10 is there'):
       checkpoints.save(7, make_state(1), {})
     restored = checkpoints.restore(abstract(make_state()))
   assert restored is not None
@@ -418,19 +421,20 @@ def test_unwritable_directory_is_named(tmp_path):
 
 
 @pytest.fixture
-def break_writes(monkeypatch):
-  """Makes the background write fail as a full disk does."""
-  from orbax.checkpoint._src.serialization import type_handlers
-
-  async def full(*args, **kwargs):
-    raise OSError(28, 'No space left on device')
+def break_writes():
+  """Makes the system refuse files of more than 64 KiB, as a full disk does."""
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
   def switch(on):
-    monkeypatch.undo()
-    if on:
-      monkeypatch.setattr(type_handlers.serialization, 'async_serialize_from_host', full)
+    soft = 1 << 16 if on else limits[0]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, limits[1]))
 
-  return switch
+  yield switch
+  switch(False)
+
+
+def large_state():
+  return make_state() | {'large': jax.random.normal(jax.random.key(0), (256, 256))}
 
 
 @pytest.mark.parametrize('where', ['next save', 'close', 'wait'])
@@ -438,9 +442,10 @@ def test_background_failure_surfaces(tmp_path, break_writes, where):
   checkpoints = Checkpoints(tmp_path, CONFIG, METADATA)
   checkpoints.save(5, make_state(5), {'at': 5}, wait=True)
   break_writes(True)
-  with pytest.raises(CheckpointError, match='step 10 .*No space left.*5') as error:
-    checkpoints.save(10, make_state(10), {}, wait=where == 'wait')
-    break_writes(False)
+  with pytest.raises(
+    CheckpointError, match=r'step 10 .*File too large.*\[5\]'
+  ) as error:
+    checkpoints.save(10, large_state(), {}, wait=where == 'wait')
     if where == 'next save':
       checkpoints.save(15, make_state(15), {})
     checkpoints.close()
@@ -456,10 +461,9 @@ def test_background_failure_surfaces(tmp_path, break_writes, where):
 
 def test_an_error_under_way_is_not_hidden(tmp_path, break_writes, caplog):
   break_writes(True)
-  with pytest.raises(ZeroDivisionError):
-    with Checkpoints(tmp_path, CONFIG) as checkpoints:
-      checkpoints.save(1, make_state(), {})
-      raise ZeroDivisionError
+  with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path, CONFIG) as checkpoints:
+    checkpoints.save(1, large_state(), {})
+    raise ZeroDivisionError
   assert any('saving step 1' in r.getMessage() for r in caplog.records)
 
 

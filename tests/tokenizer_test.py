@@ -65,7 +65,7 @@ def test_bytes_decode_replaces_what_is_not_utf8():
 
 @pytest.mark.parametrize('character', ['b', '\x00', 'z', '\u2028', '🙂', '\ud800'])
 def test_an_unknown_character_is_named(character):
-  built = _characters('ac\u2027\u2029')
+  built = _characters('?ac\u2027\u2029')  # '?' stands in for nothing
   point = f'U\\+{ord(character):04X}'
   with pytest.raises(DataError, match=f'doc:7: character .* \\({point}\\) at index 2'):
     built.encode(f'ac{character}a{character}', where='doc:7')

@@ -96,8 +96,8 @@ def open_data(config: Config, seed: int) -> Data:
       'nothing to predict; give longer documents'
     )
   for split, plan in (('train', data.train), ('heldout', data.heldout)):
-    _LOG.info('%s: %d rows, %d tokens, %s', split, len(plan), plan.tokens.size,
-              counts[split])  # fmt: skip
+    sizes = len(plan), plan.tokens.size
+    _LOG.info('%s: %d rows, %d tokens, %s', split, *sizes, counts[split])
   return data
 
 

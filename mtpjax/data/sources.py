@@ -130,8 +130,9 @@ class Text:
   Empty documents are skipped and counted. Repeated ones are kept, in either split.
 
   Attributes:
-    files: glob patterns, ** meaning any depth. A document's name is its path relative
-      to the pattern's fixed part, with ':line' appended for lines.
+    files: glob patterns, ** meaning any depth; a lone string is one pattern. A
+      document's name is its path relative to the pattern's fixed part, with ':line'
+      appended for lines.
     heldout_files: the same, for the held-out split. Empty: hold out by `heldout`.
     heldout: fraction of the documents held out, in [0, 1), by a hash of their names.
     document: 'file' or 'line', what a document is.

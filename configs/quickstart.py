@@ -1,0 +1,35 @@
+"""Learns Python from the standard library of the interpreter that runs it.
+
+  python -m mtpjax.train --config=configs/quickstart.py
+
+Hardware: 2 CPU cores. Time: under 6 minutes, compilation included. Expected: 1.5 nats a
+byte or better on held-out files for the next byte, rising with each depth of the MTP
+module. `:tiny` takes seconds and shows only that everything runs.
+"""
+
+from typing import Literal
+
+from mtpjax import checkpoint, config, schedules, step
+from mtpjax.data import batches, sources
+from mtpjax.drafters import sequential
+from mtpjax.models import trunk
+
+
+def get_config(arg: Literal['', 'tiny'] = '') -> config.Config:
+  c = config.Config(
+    name='quickstart',
+    steps=1000,
+    data=batches.Config(source=sources.Stdlib(), length=128, batch=32),
+    trunk=trunk.Config(width=192, layers=4, heads=6, kv_heads=3, remat='none'),
+    # One module, chained over three depths, as FastMTP trains it; λ as DeepSeek-V3.
+    drafter=sequential.Config(depth=3, share=True, weight=schedules.Piecewise()),
+    optimizer=step.OptimizerConfig(rate=schedules.WarmupCosine(peak=3e-3, warmup=100)),
+    checkpoint=checkpoint.Config(every=250),
+  )
+  if arg == 'tiny':
+    c.name, c.steps, c.log_every = 'quickstart-tiny', 20, 5
+    c.data.source.files = 20
+    c.data.length, c.data.batch = 64, 8
+    c.trunk = trunk.Config(width=64, layers=2, heads=2)
+    c.optimizer.rate.warmup, c.checkpoint.every = 5, 10
+  return c

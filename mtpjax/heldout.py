@@ -1,0 +1,72 @@
+"""The loss on held-out rows, every row once: what training ends with and
+`python -m mtpjax.evaluate` repeats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtpjax import step
+from mtpjax.data import batches, pack
+from mtpjax.model import NEXT
+
+
+def evaluate(
+  compiled: Callable, params: dict, config: Any, rows: pack.Plan, watch=iter
+) -> dict[str, Any]:
+  """Losses, agreements and counts by depth over all rows; means divide once, at the end.
+
+  Args:
+    compiled: from `step.compile_eval`.
+    watch: wraps the iterator over batches, to show progress.
+
+  Returns:
+    loss: nats a token, of the next token.
+    loss_by_depth, bits_per_byte_by_depth, agreement_by_depth, counts_by_depth: of the
+      next token and then each depth of the drafter; None where nothing was counted.
+    objectives: the same of every other objective, by name.
+  """
+  total: Any = None
+  for arrays in watch(_batches(config, rows)):
+    out = jax.device_get(compiled(params, step.put(arrays)))
+    # float64 on the host: a long evaluation must not lose its last batches.
+    out = jax.tree.map(lambda x: np.asarray(x, np.float64), out)
+    total = out if total is None else jax.tree.map(np.add, total, out)
+  if total is None:
+    return {'loss': None, 'loss_by_depth': [], 'counts_by_depth': []}
+  sums, lengths = total
+  tables = {name: _means(sums[name], lengths.get(name)) for name in sums}
+  first, drafter = tables.pop(NEXT), tables.pop('drafter', {})
+  figures = {name: first[name] + drafter.get(name, []) for name in first}
+  return {'loss': figures['loss_by_depth'][0], **figures, 'objectives': tables}
+
+
+def count(config: Any, rows: pack.Plan) -> int:
+  """How many batches an evaluation takes."""
+  return -(-len(rows) // config.data.batch)
+
+
+def _batches(config: Any, rows: pack.Plan) -> Iterator[dict]:
+  return batches.heldout_batches(
+    rows, config.data.batch, jax.process_index(), jax.process_count()
+  )
+
+
+def _means(sums: Any, lengths: np.ndarray | None) -> dict[str, list]:
+  counts = [int(n) for n in sums.count]
+  figures = {
+    'loss_by_depth': _divide(sums.nll, counts),
+    'agreement_by_depth': _divide(sums.correct, counts),
+    'counts_by_depth': counts,
+  }
+  if lengths is not None:
+    figures['bits_per_byte_by_depth'] = _divide(sums.nll / math.log(2), lengths)
+  return figures
+
+
+def _divide(sums, counts) -> list[float | None]:
+  return [float(s / n) if n else None for s, n in zip(sums, counts, strict=True)]
