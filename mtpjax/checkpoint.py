@@ -3,12 +3,12 @@
 DIRECTORY/STEP/                one checkpoint; orbax renames it into place when whole
   _CHECKPOINT_METADATA         JSON: `custom_metadata` is our record, with its SHA-256
   state/                       the arrays under their names, nested
-DIRECTORY/STEP.damaged-N/      a directory that was in the way of a save, moved aside
+DIRECTORY/STEP.damaged-TIME/   was in the way of a save, and was moved aside
 
 The record holds the caller's metadata (config, conventions, versions), the data
-iterators' state, and each leaf's shape, dtype and checksum. Orbax 0.12 by itself misses
-57 of 60 flipped bits in array data, casts dtypes silently, and takes any directory with
-a number for a name as a checkpoint, an empty one too; the record is there to see these.
+iterators' state, and each leaf's shape, dtype and checksum. Orbax 0.12 by itself missed
+57 of 60 flipped bits in array data, casts dtypes silently, and takes an empty directory
+with a number for a name as a checkpoint: the record is there to see these.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import gc
 import hashlib
-import itertools
 import json
 import logging as std_logging
 import os
@@ -33,16 +32,18 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 from etils import epath
+from flax.traverse_util import unflatten_dict
 from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array, PyTree, Shaped, UInt32
 from orbax.checkpoint import v1 as ocp
 
-from mtpjax.flags import ConfigError
+from mtpjax.fields import ConfigError
 
 _RECORD = '_CHECKPOINT_METADATA'  # orbax's name for it
 _SHOWN = 12  # leaves named in a message
+_Path = str | os.PathLike
 
 
 class CheckpointError(RuntimeError):
@@ -80,25 +81,19 @@ class Restored(NamedTuple):
 class Checkpoints(contextlib.AbstractContextManager):
   """The checkpoints of one run: `save` while training, `restore` to go on.
 
-  Without a config they are open for reading only and nothing is ever written. Every
-  process of a run makes the same calls with the same directory.
-
-  Raises:
-    CheckpointError: The directory cannot be written.
+  Without a config they are open for reading only; with one, a directory that cannot be
+  written is a CheckpointError. Every process of a run makes the same calls.
   """
 
   def __init__(
-    self,
-    directory: str | os.PathLike,
-    config: Config | None = None,
-    metadata: dict | None = None,
+    self, directory: _Path, config: Config | None = None, metadata: dict | None = None
   ):
-    _hush_orbax()
+    std_logging.getLogger('absl').addFilter(_audible)  # orbax speaks through it
     self.directory = _absolute(directory)
     self.config, self.metadata = config, metadata or {}
     self._pending: tuple[int, ocp.AsyncResponse] | None = None
     self._damaged: set[int] = set()
-    self._swept = False
+    self._swept, self._primary = False, jax.process_index() == 0
     if config is not None:
       config.finalize()
       self._probe()
@@ -124,17 +119,12 @@ class Checkpoints(contextlib.AbstractContextManager):
   ) -> bool:
     """Starts saving; blocks for the copy to the host, and for a save still under way.
 
-    A failure in the background is raised by the next `save` or by `close`; what was
-    saved before stays. Returns False, having done nothing, if the step is there.
-
-    Args:
-      step: Updates done.
-      state: A pytree of `jax.Array`s.
-      data_state: JSON: what the data iterators need to go on.
-      wait: Whether to block until the checkpoint is whole.
+    The state's leaves are `jax.Array`s; `data_state` is JSON. `wait` blocks until the
+    checkpoint is whole. Returns False, having done nothing, if the step is there.
 
     Raises:
-      CheckpointError: This save, or the one before it, failed.
+      CheckpointError: This save or the one before failed in the background (else
+        `close` raises it); what was saved before stays.
     """
     if self.config is None:
       raise CheckpointError(f'{self.directory} is open for reading only; give a config')
@@ -143,23 +133,21 @@ class Checkpoints(contextlib.AbstractContextManager):
     if _worst(step in steps):
       return False
     if _worst(step < max(steps, default=-1)):
-      raise CheckpointError(
-        f'saving step {step} in {self.directory}: step {steps[-1]} is there, so two '
-        'runs would mix; resume from the newest step or use another directory'
-      )
+      problem = f'saving step {step} in {self.directory}: step {steps[-1]} is there'
+      raise CheckpointError(f'{problem} and newer; resume or use another directory')
     leaves = _flatten(state)
     record = _seal(self.metadata, data_state, _describe(leaves))
+    arrays = {'state': unflatten_dict(leaves, sep='/')}
     path = self.directory / str(step)
     with self._failing(step):
-      if _primary():
+      if self._primary:
         if not self._swept:  # what killed runs left; never when only reading
-          self._sweep(r'\d+\.(orbax-checkpoint-tmp.*|deleted)')
+          self._sweep('[0-9]*.orbax-checkpoint-tmp*')
+          self._sweep('[0-9]*.deleted')
         _move_aside(path)
       self._swept = True
       with _context():
-        response = ocp.save_checkpointables_async(
-          path, {'state': _nest(leaves)}, custom_metadata=record
-        )
+        response = ocp.save_checkpointables_async(path, arrays, custom_metadata=record)
     self._pending = step, response
     self._damaged.discard(step)
     if wait:
@@ -172,7 +160,7 @@ class Checkpoints(contextlib.AbstractContextManager):
       (step, response), self._pending = self._pending, None
       with self._failing(step):
         response.result()
-      if _primary():
+      if self._primary:
         self._prune()
 
   @contextlib.contextmanager
@@ -180,18 +168,16 @@ class Checkpoints(contextlib.AbstractContextManager):
     try:
       yield
     except Exception as error:
-      if _primary():  # a full disk needs the room
-        self._sweep(rf'{step}\.orbax-checkpoint-tmp.*')
-      raise CheckpointError(
-        f'saving step {step} in {self.directory} failed: {_brief(error)}; '
-        f'whole checkpoints there: {self.steps() or "none"}'
-      ) from error
+      if self._primary:  # a full disk needs the room
+        self._sweep(f'{step}.orbax-checkpoint-tmp*')
+      problem = f'saving step {step} in {self.directory} failed: {_brief(error)}'
+      there = self.steps() or 'none'
+      raise CheckpointError(f'{problem}; whole checkpoints there: {there}') from error
 
   def _prune(self) -> None:
     assert self.config is not None
-    every = self.config.keep_every
     for step in self.steps()[: -self.config.keep]:
-      if every is None or step % every:
+      if self.config.keep_every is None or step % self.config.keep_every:
         # Renamed first: a kill must not leave half a checkpoint under a step's name.
         path = self.directory / str(step)
         with contextlib.suppress(OSError):  # stays until another save
@@ -199,9 +185,8 @@ class Checkpoints(contextlib.AbstractContextManager):
 
   def _sweep(self, debris: str) -> None:
     with contextlib.suppress(OSError):
-      for path in self.directory.iterdir():
-        if re.fullmatch(debris, path.name):
-          path.rmtree()
+      for path in self.directory.glob(debris):
+        path.rmtree()
 
   def _probe(self) -> None:
     path = self.directory / f'.writable-{os.getpid()}'
@@ -210,20 +195,15 @@ class Checkpoints(contextlib.AbstractContextManager):
       path.write_text('probe')
       path.unlink()
     except Exception as error:  # remote file systems raise their own
-      raise CheckpointError(
-        f'cannot write checkpoints in {self.directory}: {_brief(error)}; '
-        'choose a directory that can be written'
-      ) from error
+      problem = f'cannot write checkpoints in {self.directory}: {_brief(error)}'
+      raise CheckpointError(f'{problem}; choose another directory') from error
 
   def restore(self, abstract_state: PyTree, step: int | None = None) -> Restored | None:
     """The newest checkpoint that can be read, or the given one; None if there is none.
 
-    A damaged step is logged as an error and the next older one is taken; only when
-    `step` is given there is no other.
-
-    Args:
-      abstract_state: `jax.ShapeDtypeStruct`s (or arrays) with the wanted shardings, on
-        any mesh; those of `jax.eval_shape` are taken on the mesh of `jax.set_mesh`.
+    The state comes in the shardings of `abstract_state`, on any mesh; those that
+    `jax.eval_shape` gives are taken on the mesh of `jax.set_mesh`. A damaged step is
+    logged as an error and the next older one is tried, unless `step` is given.
 
     Raises:
       CheckpointMismatchError: Tree, shapes or dtypes differ; names the leaves.
@@ -236,21 +216,14 @@ class Checkpoints(contextlib.AbstractContextManager):
   ) -> Restored:
     """As `restore`, of `state['params']` alone; no optimiser state is read.
 
-    Args:
-      subset: Whether the checkpoint may hold more parameters than are asked for (a
-        trunk out of a checkpoint that has drafters too).
-
-    Raises:
-      CheckpointError: As `restore`, and if there is no checkpoint.
+    With `subset` the checkpoint may hold more parameters than are asked for: a trunk
+    out of one that has drafters too. No checkpoint is a CheckpointError here.
     """
-    restored = self._restore(abstract_params, step, 'params/', subset)
-    if restored is None:
-      raise _nothing_found(self.directory)
-    return restored
+    if restored := self._restore(abstract_params, step, 'params/', subset):
+      return restored
+    raise _nothing_found(self.directory)
 
-  def _restore(
-    self, abstract: PyTree, step: int | None, prefix: str, subset: bool
-  ) -> Restored | None:
+  def _restore(self, abstract, step, prefix: str, subset: bool) -> Restored | None:
     self.close()
     wanted = {n: _target(x, n) for n, x in _flatten(abstract, prefix).items()}
     reasons = []
@@ -271,18 +244,15 @@ class Checkpoints(contextlib.AbstractContextManager):
       self._damaged.add(candidate)
       logging.error('damaged checkpoint in %s, %s', self.directory, reasons[-1])
     if reasons:
-      raise CheckpointError(
-        f'no checkpoint in {self.directory} can be read; '
-        f'{"; ".join(reasons[:_SHOWN])}; put back a copy or use another directory'
-      )
+      problem = f'no checkpoint in {self.directory} can be read; {"; ".join(reasons)}'
+      raise CheckpointError(f'{problem}; put back a copy or use another directory')
     return None
 
 
-def read_metadata(directory: str | os.PathLike, step: int | None = None) -> dict:
+def read_metadata(directory: _Path, step: int | None = None) -> dict:
   """The metadata a checkpoint was saved with, the newest's by default. Reads no array.
 
-  Raises:
-    CheckpointError: There is no checkpoint, or none that can be read.
+  Raises CheckpointError if there is none that can be read.
   """
   path = _absolute(directory)
   for candidate in _numbered(path)[::-1] if step is None else [step]:
@@ -293,17 +263,16 @@ def read_metadata(directory: str | os.PathLike, step: int | None = None) -> dict
   raise _nothing_found(path, step)
 
 
+@jax.jit
 def checksum(x: Shaped[Array, '*shape']) -> UInt32[Array, '']:
   """Σ mix(bits(x[i]) + c·i) mod 2³², i the flat global position.
 
   The same whatever the sharding, for the sum is over integers. `mix` is MurmurHash3's
   finaliser (Appleby 2011), a bijection, so any one changed element changes the sum.
   """
-  if x.dtype == jnp.bool_:
-    words = x.astype(jnp.uint32)
-  else:
-    width = min(32, 8 * x.dtype.itemsize)  # 64 bits become two words
-    words = lax.bitcast_convert_type(x, f'uint{width}').astype(jnp.uint32)
+  if x.dtype != jnp.bool_:  # 64 bits become two words
+    x = lax.bitcast_convert_type(x, f'uint{min(32, 8 * x.dtype.itemsize)}')
+  words = x.astype(jnp.uint32)
   position = jnp.zeros(words.shape, jnp.uint32)
   for axis, size in enumerate(words.shape):
     index = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
@@ -314,9 +283,6 @@ def checksum(x: Shaped[Array, '*shape']) -> UInt32[Array, '']:
   return jnp.sum(h ^ (h >> 16), dtype=jnp.uint32)
 
 
-_checksum = jax.jit(checksum)
-
-
 def _flatten(tree: PyTree, prefix: str = '') -> dict[str, Any]:
   """{'params/trunk/w_DF': leaf}: names do not depend on the containers' classes."""
   return {
@@ -325,24 +291,12 @@ def _flatten(tree: PyTree, prefix: str = '') -> dict[str, Any]:
   }
 
 
-def _nest(flat: dict[str, Any]) -> dict[str, Any]:
-  tree: dict[str, Any] = {}
-  for name, leaf in flat.items():
-    *parents, last = name.split('/')
-    node = tree
-    for parent in parents:
-      node = node.setdefault(parent, {})
-    node[last] = leaf
-  return tree
-
-
 def _describe(leaves: dict[str, Any]) -> dict[str, dict]:
   for name, x in leaves.items():
     if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
-      kind = getattr(x, 'dtype', type(x).__name__)
-      fix = 'make it a jax.Array of numbers (jax.random.key_data of a typed key)'
-      raise CheckpointError(f'state leaf {name} is a {kind}; {fix}')
-  sums = jax.device_get({name: _checksum(x) for name, x in leaves.items()})
+      problem = f'state leaf {name} is a {getattr(x, "dtype", type(x).__name__)}'
+      raise CheckpointError(f'{problem}; make it a jax.Array, of a key its key_data')
+  sums = jax.device_get({name: checksum(x) for name, x in leaves.items()})
   return {
     name: {'shape': [*x.shape], 'dtype': str(x.dtype), 'checksum': int(sums[name])}
     for name, x in leaves.items()
@@ -350,43 +304,36 @@ def _describe(leaves: dict[str, Any]) -> dict[str, dict]:
 
 
 def _target(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
-  sharding = getattr(leaf, 'sharding', None)
-  if sharding is None:
-    sharding = SingleDeviceSharding(jax.local_devices()[0])
+  here = SingleDeviceSharding(jax.local_devices()[0])
+  sharding = getattr(leaf, 'sharding', None) or here
   if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
     mesh = jax.sharding.get_mesh()
     if mesh.empty or mesh.abstract_mesh != sharding.mesh:
-      raise CheckpointError(
-        f'abstract leaf {name} is sharded over {sharding.mesh}, which is not the mesh '
-        'in use; call jax.set_mesh first'
-      )
+      problem = f'abstract leaf {name} is sharded over {sharding.mesh}, not in use'
+      raise CheckpointError(f'{problem}; call jax.set_mesh with that mesh first')
     sharding = NamedSharding(mesh, sharding.spec)
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _compare(
-  path: epath.Path, stored: dict, wanted: dict, prefix: str, subset: bool
-) -> None:
-  have = {n: f'{x["dtype"]}{x["shape"]}' for n, x in stored.items()}
+def _compare(path, stored: dict, wanted: dict, prefix: str, subset: bool) -> None:
   want = {n: f'{x.dtype}{list(x.shape)}' for n, x in wanted.items()}
   have = {
-    n: x for n, x in have.items() if n.startswith(prefix) and (n in want or not subset)
+    n: f'{x["dtype"]}{x["shape"]}'
+    for n, x in stored.items()
+    if n.startswith(prefix) and (n in want or not subset)
   }
   lines = [
     f'  {n}: {have.get(n, "absent")} in the checkpoint, {want.get(n, "absent")} here'
-    for n in sorted(have.keys() | want.keys())
-    if have.get(n) != want.get(n)
+    for n in sorted({n for n, _ in have.items() ^ want.items()})
   ]
   if lines:
-    more = [f'  and {len(lines) - _SHOWN} more'] if len(lines) > _SHOWN else []
+    lines[_SHOWN:] = [f'  and {len(lines) - _SHOWN} more'] if lines[_SHOWN:] else []
     fix = 'use the config it was saved with (see read_metadata) or another directory'
-    raise CheckpointMismatchError(
-      f'checkpoint {path} is of another model or precision; {fix}:\n'
-      + '\n'.join(lines[:_SHOWN] + more)
-    )
+    lines = [f'checkpoint {path} is of another model or precision; {fix}:', *lines]
+    raise CheckpointMismatchError('\n'.join(lines))
 
 
-def _absolute(directory: str | os.PathLike) -> epath.Path:
+def _absolute(directory: _Path) -> epath.Path:
   path = epath.Path(directory).expanduser()
   return path if '://' in os.fspath(directory) else path.absolute()
 
@@ -400,68 +347,62 @@ def _numbered(directory: epath.Path) -> list[int]:
 def _seal(metadata: dict, data_state: dict, leaves: dict) -> dict:
   record = {'metadata': metadata, 'data_state': data_state, 'leaves': leaves}
   try:
-    text = json.dumps(record, sort_keys=True, allow_nan=False)
+    record = json.loads(json.dumps(record, allow_nan=False))
   except (TypeError, ValueError) as error:
     raise CheckpointError(f'metadata or data_state is not JSON: {error}') from error
-  return {**json.loads(text), 'sha256': hashlib.sha256(text.encode()).hexdigest()}
+  return {**record, 'sha256': _digest(record)}
+
+
+def _digest(record: dict) -> str:
+  return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _read_record(path: epath.Path) -> dict:
   try:
     record = json.loads((path / _RECORD).read_text())['custom_metadata']
-    digest = record.pop('sha256')
-  except FileNotFoundError:
-    raise _DamagedError(f'not a checkpoint: it has no {_RECORD}') from None
+    if record.pop('sha256') != _digest(record):
+      raise ValueError('changed since it was saved')
   except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
     raise _DamagedError(f'{_RECORD} cannot be read ({_brief(error)})') from None
-  text = json.dumps(record, sort_keys=True)
-  if hashlib.sha256(text.encode()).hexdigest() != digest:
-    raise _DamagedError(f'{_RECORD} changed since it was saved')
   return record
 
 
 def _load(path: epath.Path, stored: dict, wanted: dict) -> list[Array]:
   """The wanted leaves, checked against the checksums they were saved with."""
-  loaded, reason = None, ''
+  loaded, reason, abstract = {}, '', {'state': unflatten_dict(wanted, sep='/')}
   with _quiet():
     try:
       with _context():
-        abstract = {'state': _nest(wanted)}
         loaded = _flatten(ocp.load_checkpointables(path, abstract)['state'])
     except (MemoryError, jax.errors.JaxRuntimeError):
       raise  # no damage: an older one would not fit either
     except Exception as error:
       reason = f'its arrays cannot be read ({_brief(error)})'
-    if loaded is None:
+    if reason:
       gc.collect()  # the tasks complain as they are collected
       time.sleep(0.2)  # and the other reads as they end
       raise _DamagedError(reason)
-  sums = jax.device_get({name: _checksum(loaded[name]) for name in wanted})
+  sums = jax.device_get({name: checksum(loaded[name]) for name in wanted})
   wrong = [name for name in wanted if int(sums[name]) != stored[name]['checksum']]
   if wrong:
-    names = ', '.join(wrong[:_SHOWN]) + (' …' if len(wrong) > _SHOWN else '')
-    raise _DamagedError(f'changed since it was saved: {names}')
+    raise _DamagedError(f'changed since it was saved: {", ".join(wrong[:_SHOWN])}')
   return [loaded[name] for name in wanted]
 
 
 def _move_aside(path: epath.Path) -> None:
   """Nothing that a user may have put there is deleted."""
   if path.exists():
-    names = (f'{path.name}.damaged-{n}' for n in itertools.count(1))
-    aside = next(path.parent / n for n in names if not (path.parent / n).exists())
-    path.rename(aside)
-    logging.error('%s is no sound checkpoint: moved to %s', path, aside.name)
+    aside = path.rename(path.parent / f'{path.name}.damaged-{time.time_ns()}')
+    logging.error('%s is no sound checkpoint: moved to %s', path, aside)
 
 
 def _nothing_found(directory: epath.Path, step: int | None = None) -> CheckpointError:
   if not directory.is_dir():
     return CheckpointError(f'no checkpoint: {directory} is not a directory')
   wanted = 'named by its step, such as 1000/' if step is None else f'{step}/'
-  names = ', '.join(sorted(p.name for p in directory.iterdir())[:_SHOWN])
-  return CheckpointError(
-    f'no checkpoint in {directory}: looked for a directory {wanted} that holds '
-    f'{_RECORD}; found: {names or "nothing"}'
-  )
+  names = ', '.join(sorted(p.name for p in directory.iterdir())[:_SHOWN]) or 'nothing'
+  looked = f'looked for a directory {wanted} that holds {_RECORD}; found: {names}'
+  return CheckpointError(f'no checkpoint in {directory}: {looked}')
 
 
 def _context() -> ocp.Context:
@@ -470,11 +411,6 @@ def _context() -> ocp.Context:
   context.async_options.create_directories_asynchronously = False
   context.pytree.loading.partial_load = True  # `_compare` sees what is missing
   return context
-
-
-def _hush_orbax() -> None:
-  """Orbax speaks through absl's one logger: only its errors are for a user."""
-  std_logging.getLogger('absl').addFilter(_audible)  # added once, however often called
 
 
 def _audible(record: std_logging.LogRecord) -> bool:
@@ -490,15 +426,14 @@ def _quiet() -> Iterator[None]:
       hook(unraisable)
 
   logger, hook = std_logging.getLogger('asyncio'), sys.unraisablehook
-  level = logger.level
   try:
-    logger.setLevel(std_logging.CRITICAL)
+    logger.disabled = True
     sys.unraisablehook = ignore_closed_loop
     with warnings.catch_warnings():
       warnings.filterwarnings('ignore', 'coroutine .* was never awaited')
       yield
   finally:
-    logger.setLevel(level)
+    logger.disabled = False
     sys.unraisablehook = hook
 
 
@@ -509,12 +444,7 @@ def _brief(error: BaseException) -> str:
   return f'{type(error).__name__}: {text[:300]}{"…" if len(text) > 300 else ""}'
 
 
-def _primary() -> bool:
-  return jax.process_index() == 0
-
-
 def _worst(here: bool) -> bool:
   """Whether it is so on any process."""
-  if jax.process_count() == 1:
-    return here
-  return bool(np.any(multihost_utils.process_allgather(np.int32(here))))
+  alone = jax.process_count() == 1
+  return here if alone else multihost_utils.process_allgather(np.int32(here)).any()

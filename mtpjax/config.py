@@ -6,10 +6,10 @@ import dataclasses
 
 import jax
 
-from mtpjax import checkpoint, flags, losses, mesh, step
+from mtpjax import checkpoint, fields, losses, mesh, step
 from mtpjax.data import batches
 from mtpjax.drafters import base
-from mtpjax.flags import ConfigError
+from mtpjax.fields import ConfigError
 from mtpjax.models import trunk
 
 
@@ -59,7 +59,7 @@ def finalize(config: Config, vocab: int | None = None) -> Config:
     ConfigError: names the field, its value and a fix.
     DataError: the same, of the data.
   """
-  flags.check_types(config)
+  fields.check_types(config)
   for name in ('steps', 'log_every'):
     if getattr(config, name) < 1:
       raise ConfigError(name, getattr(config, name), 'is not positive', 'use at least 1')

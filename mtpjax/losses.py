@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax.sharding import PartitionSpec as P
 
 from mtpjax import mesh
-from mtpjax.flags import ConfigError
+from mtpjax.fields import ConfigError
 from mtpjax.models.attention import MASKED, Leaf
 from mtpjax.models.layers import softcap, wide
 from mtpjax.models.trunk import Head

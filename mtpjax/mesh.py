@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from mtpjax.flags import ConfigError
+from mtpjax.fields import ConfigError
 
 AXES = ('replica', 'fsdp', 'tensor', 'context', 'expert')
 # Rows of a batch are spread over every axis that holds no part of a row.

@@ -9,6 +9,7 @@ held-out data also have `split: "heldout"`.
 from __future__ import annotations
 
 import datetime
+import io
 import json
 import math
 import os
@@ -18,13 +19,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import numpy as np
 import tensorboardX
 import tqdm
-from jaxtyping import ArrayLike, Float
+from jaxtyping import ArrayLike
 
 # Okabe & Ito's palette (2008), told apart with every common colour blindness.
 _COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#000000')
@@ -40,7 +41,7 @@ class Meter:
   def __init__(self):
     self._totals: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
-  def add(self, name: str, total: Float[ArrayLike, '*K'], count: ArrayLike = 1) -> None:
+  def add(self, name: str, total: ArrayLike, count: ArrayLike = 1) -> None:
     """Adds a sum over `count` things. Call with host values, or wait for the device."""
     sums = np.asarray(total, np.float64)
     counts = np.broadcast_to(np.asarray(count, np.float64), sums.shape)
@@ -132,6 +133,7 @@ class Writer:
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """One line, on disk when this returns, and one event for each number in it."""
+    values = {k: v for k, v in values.items() if k != 'step'}
     self._file.write(to_json({'step': step, **values}) + '\n')
     self._file.flush()
     split = values.get('split', 'train')
@@ -214,11 +216,11 @@ class Progress:
     what: str = 'step',
     every: int = 1,
     seconds: float = 10.0,
-    file: TextIO | None = None,
+    file: io.TextIOBase | None = None,
   ):
     self.total, self.start, self.what = total, start, what
     self._every, self._seconds = every, seconds
-    self._file = sys.stderr if file is None else file
+    self._file: Any = sys.stderr if file is None else file
     self._began = time.monotonic()
     self._said = -math.inf, start  # when, and at what step
     self._last: tuple[int, str] | None = None  # not yet said
@@ -356,10 +358,12 @@ def loss_figure(metrics: Sequence[Mapping[str, Any]], path: str | os.PathLike) -
     bottom.plot(*zip(*values, strict=True), style, color='0.25', label=name)
   if weights:
     bottom.set_ylabel('λ', rotation=0, labelpad=12)
-    bottom.set_ylim(bottom=0)
-    bottom.margins(y=0.25)
+    top_weight = max(y for line in bottom.lines for y in np.ravel(line.get_ydata()))
+    bottom.set_ylim(0, 1.25 * top_weight or 1)
     if len(weights) > 1:
       bottom.legend(frameon=False, fontsize='small', ncols=len(weights))
+  top.margins(x=0.01)
+  bottom.margins(x=0.01)
   bottom.set_xlabel('step')
   Path(path).parent.mkdir(parents=True, exist_ok=True)
   figure.savefig(path, format='png')
@@ -380,15 +384,10 @@ def _curve(rows: Iterable[Mapping[str, Any]], depth: int) -> tuple[list, np.ndar
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-  """Mean over a centred window of a fortieth of the curve, narrower at both ends."""
+  """Mean over a centred window of a fortieth of the curve, cut off at both ends."""
   half = len(values) // 80
-  return np.array(
-    [
-      np.mean(values[i - reach : i + reach + 1])
-      for i in range(len(values))
-      for reach in [min(half, i, len(values) - 1 - i)]
-    ]
-  )
+  windows = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+  return np.array([np.mean(window) for window in windows])
 
 
 def _limit(axes: Any, values: list[float]) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtpjax.flags import ConfigError
+from mtpjax.fields import ConfigError
 
 
 @dataclasses.dataclass

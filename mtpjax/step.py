@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from mtpjax import losses, mesh, model, schedules
 from mtpjax.drafters.base import Batch
-from mtpjax.flags import ConfigError
+from mtpjax.fields import ConfigError
 from mtpjax.models.attention import Rows
 
 

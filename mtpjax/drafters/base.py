@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from mtpjax import losses, schedules
-from mtpjax.flags import ConfigError
+from mtpjax.fields import ConfigError
 from mtpjax.losses import Targets
 from mtpjax.models import trunk as trunks
 from mtpjax.models.attention import Leaf, Rows

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from mtpjax.drafters import base
-from mtpjax.flags import ConfigError
+from mtpjax.fields import ConfigError
 from mtpjax.models import block as blocks
 from mtpjax.models import trunk as trunks
 

@@ -17,7 +17,7 @@ from flax import nnx
 
 from mtpjax import losses, mesh
 from mtpjax.drafters import base
-from mtpjax.flags import ConfigError
+from mtpjax.fields import ConfigError
 from mtpjax.models import attention, layers
 from mtpjax.models import block as blocks
 from mtpjax.models import trunk as trunks
@@ -112,9 +112,8 @@ class Sequential(base.Objective):
     e = layers.norm(e_BTD, w['gain_embedding'], eps)
     h = layers.norm(h_BTD, w['gain_hidden'], eps)
     pair = (e, h) if config.concat == 'embed_hidden' else (h, e)
-    join = mesh.gathered(w['w_join'].astype(h.dtype))
-    x = jnp.einsum('BTD,DE->BTE', pair[0], join[0])
-    x = x + jnp.einsum('BTD,DE->BTE', pair[1], join[1])
+    x = layers.linear(pair[0], w['w_join'][0], 'D,DE->E')
+    x = x + layers.linear(pair[1], w['w_join'][1], 'D,DE->E')
     x, kept = blocks.block(w['block'], x, positions_BT, self.sizes, look)
     out = layers.norm(x, w['gain_out'], eps)
     return out, (out if config.chain_norm == 'post' else x), kept

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mtpjax import mesh
-from mtpjax.flags import ConfigError
+from mtpjax.fields import ConfigError
 from mtpjax.models import block as blocks
 from mtpjax.models import layers
 from mtpjax.models.attention import Leaf, Rows
