@@ -114,9 +114,7 @@ class Checkpoints(contextlib.AbstractContextManager):
   def latest_step(self) -> int | None:
     return max(self.steps(), default=None)
 
-  def save(
-    self, step: int, state: PyTree, data_state: dict, *, wait: bool = False
-  ) -> bool:
+  def save(self, step: int, state: PyTree, data_state: dict, *, wait=False) -> bool:
     """Starts saving; blocks for the copy to the host, and for a save still under way.
 
     The state's leaves are `jax.Array`s; `data_state` is JSON. `wait` blocks until the
@@ -170,9 +168,9 @@ class Checkpoints(contextlib.AbstractContextManager):
     except Exception as error:
       if self._primary:  # a full disk needs the room
         self._sweep(f'{step}.orbax-checkpoint-tmp*')
+      self._swept = False  # other threads may still have been writing there
       problem = f'saving step {step} in {self.directory} failed: {_brief(error)}'
-      there = self.steps() or 'none'
-      raise CheckpointError(f'{problem}; whole checkpoints there: {there}') from error
+      raise CheckpointError(f'{problem}; whole steps there: {self.steps()}') from error
 
   def _prune(self) -> None:
     assert self.config is not None
@@ -247,6 +245,12 @@ class Checkpoints(contextlib.AbstractContextManager):
       problem = f'no checkpoint in {self.directory} can be read; {"; ".join(reasons)}'
       raise CheckpointError(f'{problem}; put back a copy or use another directory')
     return None
+
+
+def find(directory: str | os.PathLike) -> epath.Path:
+  """The checkpoints of a run, given its directory or that of the checkpoints."""
+  path = _absolute(directory)
+  return path / 'checkpoints' if (path / 'checkpoints').is_dir() else path
 
 
 def read_metadata(directory: _Path, step: int | None = None) -> dict:
@@ -379,8 +383,9 @@ def _load(path: epath.Path, stored: dict, wanted: dict) -> list[Array]:
     except Exception as error:
       reason = f'its arrays cannot be read ({_brief(error)})'
     if reason:
-      gc.collect()  # the tasks complain as they are collected
-      time.sleep(0.2)  # and the other reads as they end
+      for _ in range(3):  # the other reads complain as they end and are collected
+        time.sleep(0.1)
+        gc.collect()
       raise _DamagedError(reason)
   sums = jax.device_get({name: checksum(loaded[name]) for name in wanted})
   wrong = [name for name in wanted if int(sums[name]) != stored[name]['checksum']]
@@ -421,14 +426,14 @@ def _audible(record: std_logging.LogRecord) -> bool:
 def _quiet() -> Iterator[None]:
   """A read that fails leaves tasks behind that say so again, with tracebacks."""
 
-  def ignore_closed_loop(unraisable) -> None:
-    if 'Event loop is closed' not in str(unraisable.exc_value):
+  def heard(unraisable) -> None:
+    if not re.match('Event loop is closed|Encountered err', str(unraisable.exc_value)):
       hook(unraisable)
 
   logger, hook = std_logging.getLogger('asyncio'), sys.unraisablehook
   try:
     logger.disabled = True
-    sys.unraisablehook = ignore_closed_loop
+    sys.unraisablehook = heard
     with warnings.catch_warnings():
       warnings.filterwarnings('ignore', 'coroutine .* was never awaited')
       yield

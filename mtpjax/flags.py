@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from mtpjax import fields
@@ -110,6 +110,8 @@ def run(
         result = main(config)
     return result if type(result) is int else 0
 
+  # Libraries' INFO lines are nothing a user can act on; --verbosity=0 shows them.
+  flags.FLAGS.set_default('verbosity', logging.WARNING)
   app.run(call, argv=argv, flags_parser=parse)
 
 

@@ -45,6 +45,34 @@ def evaluate(
   return {'loss': figures['loss_by_depth'][0], **figures, 'objectives': tables}
 
 
+def table(figures: dict[str, Any]) -> str:
+  """The same for people: a row a depth."""
+  if figures['loss'] is None:
+    return 'held out: nothing'
+  rows = [('depth', 'nats/token', 'bits/byte', 'top-1', 'targets')]
+  parts = {'': figures, **figures['objectives']}
+  for name, part in parts.items():
+    bits = part.get('bits_per_byte_by_depth') or [None] * len(part['loss_by_depth'])
+    columns = (
+      part['loss_by_depth'],
+      bits,
+      part['agreement_by_depth'],
+      part['counts_by_depth'],
+    )
+    for depth, (loss, bit, agreement, count) in enumerate(zip(*columns, strict=True)):
+      label = f'{name} {depth + 1}' if name else str(depth) if depth else 'next'
+      rows.append(
+        (label, _number(loss), _number(bit), _number(agreement, 3), f'{count:,}')
+      )
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  lines = ['  '.join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in rows]
+  return '\n'.join(['held out:', *lines])
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+  return '-' if value is None else f'{value:.{digits}f}'
+
+
 def count(config: Any, rows: pack.Plan) -> int:
   """How many batches an evaluation takes."""
   return -(-len(rows) // config.data.batch)

@@ -76,6 +76,11 @@ def axis_size(*axes: str) -> int:
   return math.prod(mesh.shape[axis] for axis in axes)
 
 
+def sizes() -> dict[str, int]:
+  """Every axis and its size."""
+  return dict(jax.sharding.get_abstract_mesh().shape)
+
+
 @dataclasses.dataclass
 class Config:
   """Sizes of the mesh axes; one may be -1 and takes the devices that are left."""

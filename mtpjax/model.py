@@ -102,8 +102,13 @@ def loss(
     predicted[name] = objective.predict(trunk, out, batch, step, fold)
 
   entropy = functools.partial(losses.cross_entropy, z_loss=config.z_loss)
-  # All that share the trunk's head and the plain loss go through it in one call.
-  together = [n for n, p in predicted.items() if p.head is None and p.loss is None]
+  # All that share the trunk's head, the plain loss and its rows go through in one call.
+  rows = predicted[NEXT].hidden.shape[1:]
+  together = [
+    n
+    for n, p in predicted.items()
+    if p.head is None and p.loss is None and p.hidden.shape[1:] == rows
+  ]
   calls = [together] + [[n] for n in predicted if n not in together]
   total, sums = jnp.zeros((), weights[NEXT].dtype), {}
   for names in calls:

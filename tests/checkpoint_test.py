@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from mtpjax import checkpoint
 from mtpjax.checkpoint import CheckpointError, CheckpointMismatchError, Checkpoints
-from mtpjax.flags import ConfigError
+from mtpjax.fields import ConfigError
 
 CONFIG = checkpoint.Config(every=5)
 DATA = {'shards': {'0': {'next': 7, 'pack': [1, 2.5, None, 'λ']}}}
@@ -209,10 +209,7 @@ def test_checksum_sees_swaps_and_single_bits():
   'other, line',
   [
     ({'layers': 3}, r'w_LDF: float32\[2, 64, 32\] in .* float32\[3, 64, 32\] here'),
-    (
-      {'dtype': jnp.bfloat16},
-      r'w_LDF: float32\[2, 64, 32\] in .* bfloat16\[2, 64, 32\] here',
-    ),
+    ({'dtype': jnp.bfloat16}, r'w_LDF: float32\[2, .* bfloat16\[2, 64, 32\] here'),
   ],
 )
 def test_mismatch_names_the_leaves(tmp_path, other, line, caplog):
@@ -227,10 +224,9 @@ def test_mismatch_names_the_leaves(tmp_path, other, line, caplog):
     assert not caplog.records and checkpoints.steps() == [5, 10]  # no fallback
 
 
-def data_files(step_directory):
+def data_files(step):
   """The files with the arrays' bytes, the largest first."""
-  files = [f for f in step_directory.glob('state/**/d/*') if f.is_file()]
-  return sorted(files, key=lambda f: -f.stat().st_size)
+  return sorted(step.glob('state/**/d/*'), key=lambda file: -file.stat().st_size)
 
 
 def truncate(file):
@@ -246,11 +242,6 @@ def flip(file):
 def empty(step):
   shutil.rmtree(step)
   step.mkdir()
-
-
-def junk(step):
-  empty(step)
-  (step / 'notes.txt').write_text('mine')
 
 
 def other_data_state(step):
@@ -270,7 +261,7 @@ DAMAGE = {
   'half a record': (lambda step: truncate(step / RECORD), f'{RECORD} cannot be read'),
   'other data state': (other_data_state, 'changed since it was saved'),
   'empty': (empty, f'{RECORD} cannot be read'),
-  'junk': (junk, f'{RECORD} cannot be read'),
+  'junk': (lambda step: [empty(step), (step / 'notes').touch()], 'cannot be read'),
 }
 
 
@@ -293,23 +284,6 @@ def test_damage_falls_back_loudly(tmp_path, kind, caplog):
     assert_same_bits(restore(checkpoints, make_state()).state, make_state(10))
   assert names(tmp_path)[::2] == ['10', '5']
   assert re.fullmatch(r'10\.damaged-\d+', names(tmp_path)[1])
-
-
-def test_every_flipped_bit_in_the_arrays_is_seen(tmp_path):
-  """Orbax by itself returns most of these without a word."""
-  save_steps(tmp_path, [1])
-  file = data_files(tmp_path / '1')[0]
-  raw = file.read_bytes()
-  rng = np.random.default_rng(0)
-  for _ in range(12):
-    spoilt = bytearray(raw)
-    spoilt[rng.integers(len(raw))] ^= 1 << int(rng.integers(8))
-    file.write_bytes(spoilt)
-    try:
-      restored = restore(Checkpoints(tmp_path), make_state())
-    except CheckpointError:
-      continue
-    assert_same_bits(restored.state, make_state(1))  # a byte that nothing reads
 
 
 def test_all_damaged_is_an_error(tmp_path):
@@ -361,26 +335,21 @@ def test_config_is_checked(tmp_path, field):
 def test_unwritable_directory_is_named(tmp_path):
   (tmp_path / 'file').write_text('')
   directory = tmp_path / 'file' / 'checkpoints'
-  with pytest.raises(CheckpointError, match='cannot write') as error:
+  with pytest.raises(CheckpointError, match=f'cannot write .* in {directory}: '):
     Checkpoints(directory, CONFIG)
-  assert str(directory) in str(error.value)
 
 
 @pytest.fixture
 def break_writes():
-  """Makes the system refuse files of more than 64 KiB, as a full disk does."""
+  """Makes the system refuse files of more than 4 KiB, as a full disk does."""
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
   def switch(on):
-    soft = 1 << 16 if on else limits[0]
+    soft = 1 << 12 if on else limits[0]
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, limits[1]))
 
   yield switch
   switch(False)
-
-
-def large_state():
-  return make_state() | {'large': jax.random.normal(jax.random.key(0), (256, 256))}
 
 
 @pytest.mark.parametrize('where', ['next save', 'close', 'wait'])
@@ -390,22 +359,21 @@ def test_background_failure_surfaces(tmp_path, break_writes, where):
   break_writes(True)
   message = rf'step 10 in {tmp_path} .*File too large.* there: \[5\]'
   with pytest.raises(CheckpointError, match=message):
-    checkpoints.save(10, large_state(), {}, wait=where == 'wait')
+    checkpoints.save(10, make_state(), {}, wait=where == 'wait')
     if where == 'next save':
       checkpoints.save(15, make_state(15), {})
     checkpoints.close()
-  assert names(tmp_path) == ['5']  # the room is free again
   break_writes(False)
   assert restore(checkpoints, make_state()).step == 5
   checkpoints.save(15, make_state(15), {})
   checkpoints.close()
-  assert checkpoints.steps() == [5, 15]
+  assert names(tmp_path) == ['15', '5']  # the failed save left nothing
 
 
 def test_an_error_under_way_is_not_hidden(tmp_path, break_writes, caplog):
   break_writes(True)
   with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path, CONFIG) as checkpoints:
-    checkpoints.save(1, large_state(), {})
+    checkpoints.save(1, make_state(), {})
     raise ZeroDivisionError
   assert any('saving step 1' in r.getMessage() for r in caplog.records)
 
@@ -439,12 +407,10 @@ KILLED = """
   import jax, jax.numpy as jnp
   from mtpjax import checkpoint
   state = {'params': jnp.zeros((256, 256)), 'step': jnp.int32(0)}
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
   with checkpoint.Checkpoints(sys.argv[1], checkpoint.Config(every=1, keep=2)) as saved:
-    restored = saved.restore(shapes)
+    restored = saved.restore(state)
     state = restored.state if restored else state
-    first = restored.step + 1 if restored else 1
-    for step in range(first, first + 1000):
+    for step in range(int(state['step']) + 1, 1000):
       state = {'params': state['params'] + 1, 'step': jnp.int32(step)}
       saved.save(step, state, {'step': step})
       print(step, flush=True)

@@ -190,7 +190,7 @@ def test_plain_lines_off_a_terminal(monkeypatch):
   clock = [100.0]
   monkeypatch.setattr(metrics.time, 'monotonic', lambda: clock[0])
   out = io.StringIO()
-  with metrics.Progress(40, 10, seconds=10, every=4, file=out) as progress:
+  with metrics.Progress(40, 10, seconds=10.0, every=4, file=out) as progress:
     for step in range(11, 41):
       clock[0] += 2
       progress.update(step, line(step))

@@ -8,7 +8,6 @@ B rows of this process's part of a batch, T slots of a row.
 """
 
 import dataclasses
-import logging
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -18,10 +17,8 @@ import numpy as np
 from jaxtyping import Shaped
 
 from mtpjax.data import pack
-from mtpjax.data.sources import Counts, DataError, Document, Source, Stdlib
+from mtpjax.data.sources import Counts, DataError, Document, Source, Split, Stdlib
 from mtpjax.data.tokenizer import Bytes, Tokenizer, TokenizerConfig
-
-_LOG = logging.getLogger(__name__)
 
 Batch = dict[str, Shaped[np.ndarray, 'B T']]
 
@@ -67,6 +64,21 @@ class Data:
   heldout: pack.Plan
   counts: dict[str, Counts]
 
+  def __str__(self) -> str:
+    said = []
+    for split, plan in (('train', self.train), ('held out', self.heldout)):
+      counts = self.counts[split.replace(' ', '')]
+      left_out = [
+        f'{number} {name}'
+        for name, number in (('empty', counts.empty), ('not UTF-8', counts.bad))
+        if number
+      ]
+      more = f' ({", ".join(left_out)} left out)' if left_out else ''
+      said.append(
+        f'{split} {plan.tokens.size:,} tokens of {counts.documents:,} documents{more}'
+      )
+    return ', '.join(said)
+
 
 def open_data(config: Config, seed: int) -> Data:
   """Reads, tokenises and packs both splits; the seed orders the training documents.
@@ -95,10 +107,18 @@ def open_data(config: Config, seed: int) -> Data:
       f'source={config.source}: no training document has two tokens, so there is '
       'nothing to predict; give longer documents'
     )
-  for split, plan in (('train', data.train), ('heldout', data.heldout)):
-    sizes = len(plan), plan.tokens.size
-    _LOG.info('%s: %d rows, %d tokens, %s', split, *sizes, counts[split])
   return data
+
+
+def open_rows(config: Config, tokenizer: Tokenizer, split: Split) -> pack.Plan:
+  """One split, packed as `open_data` packs held-out rows, by a given tokenizer.
+
+  Raises:
+    DataError: bad fields or data, or a character that the tokenizer does not know.
+  """
+  config.validate()
+  documents = list(config.source.documents(split))
+  return _packed(documents, tokenizer, config.length, 0, Counts())
 
 
 class TrainBatches(Iterator[Batch]):

@@ -1,0 +1,160 @@
+"""Trains a trunk and its MTP objectives.
+
+  python -m mtpjax.train --config=configs/quickstart.py [--workdir=runs/NAME]
+
+The same command again goes on from the newest checkpoint. SIGTERM saves and exits 0.
+"""
+
+import functools
+import signal
+import time
+
+import jax
+import numpy as np
+from absl import flags
+
+from mtpjax import config as configs
+from mtpjax import heldout, mesh, meters, metrics, model, step, terminal, workdir
+from mtpjax import flags as command
+from mtpjax.checkpoint import CheckpointError, Checkpoints
+from mtpjax.data import batches
+from mtpjax.data.sources import DataError
+
+_WORKDIR = flags.DEFINE_string(
+  'workdir', None, 'where everything is written; default runs/NAME'
+)
+
+
+def catch_sigterm() -> list[int]:
+  """A list that fills when SIGTERM arrives: the step under way is still finished."""
+  received: list[int] = []
+  signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+  return received
+
+
+def main(config: configs.Config) -> int:
+  began = time.monotonic()
+  signals = catch_sigterm()
+
+  # --- Everything that can be refused is refused before anything compiles.
+  jax.set_mesh(mesh.make(config.mesh))
+  say = terminal.say
+  configs.finalize(config)
+  data = batches.open_data(config.data, config.seed)
+  configs.finalize(config, data.tokenizer.vocab_size)
+  directory = workdir.claim(_WORKDIR.value or f'runs/{config.name}', config)
+  saved = Checkpoints(
+    directory / 'checkpoints',
+    config.checkpoint,
+    workdir.metadata(config, data.tokenizer),
+  )
+
+  # --- The model, and the two functions that everything else happens in.
+  graphdef, abstract, make_params = model.init(
+    config.trunk, config.parts(), config.seed
+  )
+  init_state = functools.partial(
+    step.init_state, config=config.optimizer, freeze_trunk=config.freeze_trunk
+  )
+  abstract_state = jax.eval_shape(init_state, abstract)
+  rows = batches.TrainBatches(
+    data.train,
+    batch=config.data.batch,
+    shards=config.data.shards,
+    seed=config.seed,
+    process_index=jax.process_index(),
+    process_count=jax.process_count(),
+  )
+  restored = saved.restore(abstract_state)
+  if restored is not None:
+    state, start = restored.state, restored.step
+    rows.set_state(restored.data_state)
+    say(f'resuming {directory} at step {start}')
+  else:
+    state, start = jax.jit(init_state)(make_params()), 0
+  parameters = sum(x.size for x in jax.tree.leaves(state['params']))
+  say(f'{config.name}: {parameters:,} parameters, {data}, in {directory}')
+  say('compiling the train and evaluation steps …')
+  compiling = time.monotonic()
+  train_step = step.compile_train(graphdef, config, state)
+  eval_step = step.compile_eval(
+    graphdef, config, state['params'], data.tokenizer.bytes_per_token
+  )
+  compile_seconds = time.monotonic() - compiling
+
+  # --- Training. A step's metrics are fetched once the next has been dispatched.
+  meter, pending = meters.Training(), None
+  with (
+    saved,
+    metrics.Writer(directory, start if restored else None) as writer,
+    metrics.Progress(config.steps, start, every=config.log_every) as progress,
+  ):
+
+    def record(done, out, tokens):
+      line = meter.add(done, jax.device_get(out), tokens)
+      progress.update(done, line)
+      if done % config.log_every == 0 or done == config.steps:
+        writer.write(done, meter.flush())
+
+    for done in range(start + 1, config.steps + 1):
+      arrays = next(rows)
+      state, out = train_step(state, step.put(arrays))
+      if pending:
+        record(*pending)
+      pending = done, out, np.count_nonzero(arrays['segments'])
+      last = done == config.steps or signals
+      if done % config.checkpoint.every == 0 or last:
+        record(*pending)  # a checkpoint is only made of a step known to be sound
+        pending = None
+        saved.save(done, state, rows.get_state(), wait=bool(last))
+      if signals:
+        say(f'SIGTERM: saved step {done} in {directory}; the same command goes on')
+        return 0
+
+    # --- Held-out evaluation, and what people and programs read afterwards.
+    figures = heldout.evaluate(
+      eval_step,
+      state['params'],
+      config,
+      data.heldout,
+      functools.partial(terminal.watch, total=heldout.count(config, data.heldout)),
+    )
+    if figures['loss'] is not None:
+      writer.write(config.steps, {'split': 'heldout', **figures})
+  if jax.process_index() == 0:
+    lines = metrics.read_metrics(directory / 'metrics.jsonl')
+    metrics.loss_figure(lines, directory / 'loss.png')
+    summary = {
+      **figures,
+      'train_loss_by_depth': meter.last.get('loss_by_depth'),
+      'steps': config.steps,
+      'resumed_at': start or None,
+      'seconds': time.monotonic() - began,
+      'compile_seconds': compile_seconds,
+      'tokens_per_second': meter.tokens_per_second,
+      'parameters': parameters,
+      'mtp': configs.conventions(config),
+      'conditions': {**metrics.conditions(), 'mesh': dict(mesh.sizes())},
+    }
+    metrics.write_summary(directory / 'summary.json', summary)
+  say(heldout.table(figures))
+  say(
+    f'{time.monotonic() - began:.0f} s, {compile_seconds:.0f} of them compiling; '
+    f'{meter.tokens_per_second or 0:,.0f} tokens/s. Figures: {directory}/loss.png, '
+    f'{directory}/summary.json\nNext:\n'
+    f'  python -m mtpjax.evaluate --checkpoint={directory}\n'
+    f'  tensorboard --logdir={directory}/tensorboard'
+  )
+  return 0
+
+
+if __name__ == '__main__':
+  command.run(
+    main,
+    user_errors=(
+      CheckpointError,
+      DataError,
+      meters.TrainingError,
+      workdir.WorkdirError,
+    ),
+  )

@@ -1,0 +1,74 @@
+"""The directory a run writes: whose it is, and what it must be to go on in it.
+
+  config.json     the resolved config           checkpoints/  orbax
+  metrics.jsonl   a line of figures a log       tensorboard/  the same as events
+  loss.png        the loss curves               summary.json  the result, for programs
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mtpjax import config as configs
+from mtpjax import fields, metrics
+from mtpjax.data.tokenizer import Tokenizer
+
+
+class WorkdirError(ValueError):
+  """The directory cannot be used: which one, why, and what to do."""
+
+
+def claim(workdir: str, config: configs.Config) -> Path:
+  """Makes the directory and writes the config into it, or finds it there.
+
+  Raises:
+    WorkdirError: it holds a run of another config, or cannot be written.
+  """
+  path = Path(workdir)
+  saved = path / 'config.json'
+  new = fields.to_json(config)
+  try:
+    if saved.exists():
+      _same(json.loads(saved.read_text('utf-8')), new, path)
+    elif path.exists() and any(path.iterdir()):
+      raise WorkdirError(
+        f'--workdir={workdir} holds files but no run of ours; use an empty directory'
+      )
+    if jax.process_index() == 0:
+      path.mkdir(parents=True, exist_ok=True)
+      metrics.write_summary(saved, new)
+  except (OSError, json.JSONDecodeError) as error:
+    raise WorkdirError(
+      f'--workdir={workdir} cannot be used: {error}; choose another directory'
+    ) from error
+  return path
+
+
+def _same(old: dict[str, Any], new: dict[str, Any], path: Path) -> None:
+  kept = {k: v for k, v in old.items() if k not in configs.FREE}
+  wanted = {k: v for k, v in new.items() if k not in configs.FREE}
+  if differing := fields.differences(kept, wanted):
+    shown = '; '.join(differing[:4]) + ('; …' if len(differing) > 4 else '')
+    raise WorkdirError(
+      f'--workdir={path} holds a run of another config ({shown}); '
+      'use another directory, or the config that is there'
+    )
+
+
+def metadata(config: configs.Config, tokenizer: Tokenizer) -> dict[str, Any]:
+  """What every checkpoint carries, so that nothing about it is ever guessed."""
+  return {
+    'config': fields.to_json(config),
+    'conventions': configs.conventions(config),
+    'tokenizer': tokenizer.to_json(),
+    'tokenizer_fingerprint': tokenizer.fingerprint,
+    'vocabulary': {
+      'tokens': config.trunk.vocab,
+      'padded': config.trunk.padded_vocab,
+    },
+    'conditions': metrics.conditions(),
+  }
