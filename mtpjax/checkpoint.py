@@ -118,11 +118,8 @@ class Checkpoints(contextlib.AbstractContextManager):
     """Starts saving; blocks for the copy to the host, and for a save still under way.
 
     The state's leaves are `jax.Array`s; `data_state` is JSON. `wait` blocks until the
-    checkpoint is whole. Returns False, having done nothing, if the step is there.
-
-    Raises:
-      CheckpointError: This save or the one before failed in the background (else
-        `close` raises it); what was saved before stays.
+    checkpoint is whole. Returns False, having done nothing, if the step is there. A
+    failure in the background is a CheckpointError of the next `save` or of `close`.
     """
     if self.config is None:
       raise CheckpointError(f'{self.directory} is open for reading only; give a config')
@@ -130,13 +127,12 @@ class Checkpoints(contextlib.AbstractContextManager):
     steps = self.steps()
     if _worst(step in steps):
       return False
-    if _worst(step < max(steps, default=-1)):
+    if _worst(bool(steps) and step < steps[-1]):
       problem = f'saving step {step} in {self.directory}: step {steps[-1]} is there'
       raise CheckpointError(f'{problem} and newer; resume or use another directory')
-    leaves = _flatten(state)
+    path, leaves = self.directory / str(step), _flatten(state)
     record = _seal(self.metadata, data_state, _describe(leaves))
     arrays = {'state': unflatten_dict(leaves, sep='/')}
-    path = self.directory / str(step)
     with self._failing(step):
       if self._primary:
         if not self._swept:  # what killed runs left; never when only reading

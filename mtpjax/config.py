@@ -62,7 +62,9 @@ def finalize(config: Config, vocab: int | None = None) -> Config:
   fields.check_types(config)
   for name in ('steps', 'log_every'):
     if getattr(config, name) < 1:
-      raise ConfigError(name, getattr(config, name), 'is not positive', 'use at least 1')
+      raise ConfigError(
+        name, getattr(config, name), 'is not positive', 'use at least 1'
+      )
   if not 0 <= config.seed < 2**32:
     raise ConfigError('seed', config.seed, 'is no seed', 'use one in 0 … 2³² - 1')
   config.trunk.finalize(vocab)
@@ -125,7 +127,7 @@ def _check_mesh(config: Config) -> None:
 
 def _check_dtype(sizes: trunk.Config) -> None:
   for field in ('dtype', 'param_dtype'):
-    if getattr(sizes, field) == 'float64' and not jax.config.jax_enable_x64:
+    if getattr(sizes, field) == 'float64' and not jax.config.read('jax_enable_x64'):
       raise ConfigError(
         f'trunk.{field}', 'float64', 'is off in JAX', 'set JAX_ENABLE_X64=1'
       )

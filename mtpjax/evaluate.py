@@ -27,18 +27,26 @@ _FILES = flags.DEFINE_list('files', None, 'other text to evaluate on: globs')
 _JSON = flags.DEFINE_string('json', None, 'write the figures here as well')
 
 
-def saved_config() -> Any:
-  """The config that the checkpoint was trained with."""
+def saved_checkpoints() -> Any:
+  """The directory that --checkpoint names."""
   if _CHECKPOINT.value is None:
     raise fields.ConfigError(
-      '--checkpoint', None, 'is needed', "give a run's directory: --checkpoint=runs/NAME"
+      '--checkpoint',
+      None,
+      'is needed',
+      "give a run's directory: --checkpoint=runs/NAME",
     )
-  metadata = read_metadata(find(_CHECKPOINT.value), _STEP.value)
+  return find(_CHECKPOINT.value)
+
+
+def saved_config() -> Any:
+  """The config that the checkpoint was trained with."""
+  metadata = read_metadata(saved_checkpoints(), _STEP.value)
   return fields.from_json(metadata['config'])
 
 
 def main(config: configs.Config) -> int:
-  directory = find(_CHECKPOINT.value)
+  directory = saved_checkpoints()
   saved = read_metadata(directory, _STEP.value)
   if _FILES.value:
     config.data.source = Text(files=tuple(_FILES.value))
@@ -65,7 +73,7 @@ def main(config: configs.Config) -> int:
       'step': restored.step,
       **figures,
       'mtp': saved['conventions'],
-      'conditions': {**metrics.conditions(), 'mesh': mesh.sizes()},
+      'conditions': {**metrics.conditions(), 'mesh': mesh.axis_sizes()},
     }
     metrics.write_summary(_JSON.value, summary)
   return 0

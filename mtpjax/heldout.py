@@ -18,7 +18,7 @@ from mtpjax.model import NEXT
 def evaluate(
   compiled: Callable, params: dict, config: Any, rows: pack.Plan, watch=iter
 ) -> dict[str, Any]:
-  """Losses, agreements and counts by depth over all rows; means divide once, at the end.
+  """Losses, agreements and counts by depth over all rows; each mean divides once.
 
   Args:
     compiled: from `step.compile_eval`.
@@ -65,7 +65,9 @@ def table(figures: dict[str, Any]) -> str:
         (label, _number(loss), _number(bit), _number(agreement, 3), f'{count:,}')
       )
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  lines = ['  '.join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in rows]
+  lines = [
+    '  '.join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in rows
+  ]
   return '\n'.join(['held out:', *lines])
 
 

@@ -1,8 +1,8 @@
 """Targets of every depth, and the fused, chunked, vocabulary-sharded loss.
 
-Depth 0 is the next token; depth k predicts t[i+k+1]. `L = L_0 + λ Σ_k w_k L_k`, each L_k
-the mean over that depth's own valid targets. Nothing here divides by a local count: the
-weights a caller passes are already λ·w_k·valid / count_k with the true global count.
+Depth 0 is the next token; depth k predicts t[i+k+1]. `L = L_0 + λ Σ_k w_k L_k`, each
+L_k the mean over that depth's own valid targets. Nothing here divides by a local count:
+the weights a caller passes are λ·w_k·valid / count_k with the true global count.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
 
 from mtpjax import mesh
 from mtpjax.fields import ConfigError
@@ -47,7 +47,7 @@ class Targets:
   """What the rows should predict at each depth.
 
   Attributes:
-    ids: target tokens, int [K, B, T]; or any arrays [K, B, T, ...] that a loss understands.
+    ids: target tokens, int [K, B, T]; or arrays [K, B, T, ...] that a loss reads.
     valid: which of them count, [K, B, T].
   """
 
@@ -183,7 +183,7 @@ def fused(
     chunk_tokens: tokens a device holds logits for at one time.
     trains_head: per depth, whether its loss reaches the head (default: all).
   """
-  K, B, T, D = hidden_KBTD.shape
+  K, B, T = hidden_KBTD.shape[:3]
   groups, parts = mesh.axis_size(*mesh.BATCH), mesh.axis_size('context')
   local = T // parts
   chunk = min(max(chunk_tokens // (B // groups), 1), local)
@@ -196,9 +196,7 @@ def fused(
     rest = x.shape[3:]
     none = (None,) * len(rest)
     spec = P(None, mesh.BATCH, None, 'context', None, *none)
-    x = x.reshape(
-      (K, groups, B // groups, parts, local, *rest), out_sharding=spec
-    )
+    x = x.reshape((K, groups, B // groups, parts, local, *rest), out_sharding=spec)
     short = chunks * chunk - local
     if short:
       widths = [(0, 0)] * 4 + [(0, short)] + [(0, 0)] * len(rest)
@@ -226,13 +224,15 @@ class _Static:
   trains_head: tuple[bool, ...]
 
 
-def _chunks(hidden, w_VD, ids, weights, valid, static: _Static, with_gradient: bool):
+def _chunks(
+  hidden, w_VD, ids, weights, valid, static: _Static, with_gradient: bool
+) -> tuple[Any, Any]:
   """One pass over the chunks, of one depth after another.
 
   Shapes: hidden [K, g, b, X, n, c, D], the others alike; g and X are the mesh's shares
   of batch and time, so that no collective ever moves hidden states.
   """
-  K, g, b, X, n, c, D = hidden.shape
+  K, g, _, X, n = hidden.shape[:5]
   rows = P(mesh.BATCH, None, 'context', None)
   dtype = wide(hidden.dtype)
   flags = jnp.asarray(static.trains_head, dtype)
@@ -260,7 +260,9 @@ def _chunks(hidden, w_VD, ids, weights, valid, static: _Static, with_gradient: b
     dh, dw = carry
     dz = dz.astype(h.dtype)
     one = jnp.einsum('gbxcv,vd->gbxcd', dz, w_VD, out_sharding=P(*rows, None))
-    dh = jax.lax.dynamic_update_slice(dh, one[None, :, :, :, None], (k, 0, 0, 0, j, 0, 0))
+    dh = jax.lax.dynamic_update_slice(
+      dh, one[None, :, :, :, None], (k, 0, 0, 0, j, 0, 0)
+    )
     if any(static.trains_head):
       share = jnp.einsum(
         'gbxcd,gbxcv->gxvd',
@@ -272,7 +274,7 @@ def _chunks(hidden, w_VD, ids, weights, valid, static: _Static, with_gradient: b
       dw = dw + share
     return (dh, dw), (total, *counted)
 
-  carry = None
+  carry: Any = None
   if with_gradient:
     spec = P(mesh.BATCH, 'context', 'tensor', None)
     shape = (g, X, *w_VD.shape) if any(static.trains_head) else (g, X, 0, 0)

@@ -76,7 +76,7 @@ def axis_size(*axes: str) -> int:
   return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def sizes() -> dict[str, int]:
+def axis_sizes() -> dict[str, int]:
   """Every axis and its size."""
   return dict(jax.sharding.get_abstract_mesh().shape)
 

@@ -122,7 +122,9 @@ def loss(
       first.loss or entropy,
       config.chunk_tokens,
       tuple(
-        predicted[n].trains_head for n, K in zip(names, depths, strict=True) for _ in range(K)
+        predicted[n].trains_head
+        for n, K in zip(names, depths, strict=True)
+        for _ in range(K)
       ),
     )
     total = total + part

@@ -1,4 +1,4 @@
-"""Pure functions of the step: λ over the fraction of training, and the learning rate."""
+"""Pure functions of the step: λ over the fraction of training, the learning rate."""
 
 import dataclasses
 

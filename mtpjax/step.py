@@ -16,12 +16,13 @@ from jaxtyping import Array, Float, Int, PyTree
 from mtpjax import losses, mesh, model, schedules
 from mtpjax.drafters.base import Batch
 from mtpjax.fields import ConfigError
+from mtpjax.models import layers
 from mtpjax.models.attention import Rows
 
 
 @dataclasses.dataclass
 class OptimizerConfig:
-  """AdamW (Loshchilov & Hutter 2019); matrices decay, tables, gains and biases do not."""
+  """AdamW (Loshchilov & Hutter 2019). Matrices decay; tables, gains, biases do not."""
 
   rate: schedules.WarmupCosine = dataclasses.field(
     default_factory=schedules.WarmupCosine
@@ -93,7 +94,7 @@ def init_state(params: dict, config: OptimizerConfig, freeze_trunk: bool) -> Tra
 
 def global_norm(grads: PyTree) -> Float[Array, '']:
   """√Σ g² in float32 or wider, whatever the leaves' dtype."""
-  wide = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in jax.tree.leaves(grads)]
+  wide = [g.astype(layers.wide(g.dtype)) for g in jax.tree.leaves(grads)]
   return jnp.sqrt(sum(jnp.sum(g * g) for g in wide))
 
 
@@ -113,15 +114,13 @@ def put(arrays: dict) -> dict:
 
 
 def microbatches(tree: PyTree, count: int, axis: int) -> PyTree:
-  """[..., B, ...] -> [count, ..., B/count, ...]: row n of B goes to microbatch n % count,
-  so that every device keeps its own rows."""
+  """[..., B, ...] -> [count, ..., B/count, ...]: row n goes to microbatch n % count, so
+  that every device keeps its own rows."""
 
   def split(x):
     spec = jax.typeof(x).sharding.spec
     shape = (*x.shape[:axis], x.shape[axis] // count, count, *x.shape[axis + 1 :])
-    x = x.reshape(
-      shape, out_sharding=jax.P(*spec[: axis + 1], None, *spec[axis + 1 :])
-    )
+    x = x.reshape(shape, out_sharding=jax.P(*spec[: axis + 1], None, *spec[axis + 1 :]))
     return jnp.moveaxis(x, axis + 1, 0)
 
   return jax.tree.map(split, tree)
@@ -144,7 +143,7 @@ def gradients(
   whole = nnx.merge(graphdef, params)
   batch, targets = model.prepare(whole, batch, key)
   counts = {name: t.counts for name, t in targets.items()}
-  dtype = jnp.promote_types(config.trunk.param_dtype, jnp.float32)
+  dtype = layers.wide(config.trunk.param_dtype)
   fraction = (step / config.steps).astype(dtype)
   weights = model.depth_weights(whole, fraction, not config.freeze_trunk, dtype)
 
@@ -192,9 +191,7 @@ def train_step(
   metrics = {
     'loss': value,
     'sums': sums,
-    'lambda': model.lambdas(
-      nnx.merge(graphdef, state['params']), step / config.steps
-    ),
+    'lambda': model.lambdas(nnx.merge(graphdef, state['params']), step / config.steps),
     'rate': rate,
     'grad_norm': norm,
   }
@@ -219,7 +216,7 @@ def eval_step(
   batch = to_batch(arrays, config.freeze_trunk)
   batch, targets = model.prepare(merged, batch, jax.random.key(config.seed))
   counts = {name: t.counts for name, t in targets.items()}
-  end = jnp.ones((), jnp.promote_types(config.trunk.param_dtype, jnp.float32))
+  end = jnp.ones((), layers.wide(config.trunk.param_dtype))
   weights = model.depth_weights(merged, end, True, end.dtype)
   step = jnp.asarray(config.steps, jnp.int32)
   _, sums = model.loss(

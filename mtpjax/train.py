@@ -14,8 +14,8 @@ import numpy as np
 from absl import flags
 
 from mtpjax import config as configs
-from mtpjax import heldout, mesh, meters, metrics, model, step, terminal, workdir
 from mtpjax import flags as command
+from mtpjax import heldout, mesh, meters, metrics, model, step, terminal, workdir
 from mtpjax.checkpoint import CheckpointError, Checkpoints
 from mtpjax.data import batches
 from mtpjax.data.sources import DataError
@@ -134,7 +134,7 @@ def main(config: configs.Config) -> int:
       'tokens_per_second': meter.tokens_per_second,
       'parameters': parameters,
       'mtp': configs.conventions(config),
-      'conditions': {**metrics.conditions(), 'mesh': dict(mesh.sizes())},
+      'conditions': {**metrics.conditions(), 'mesh': mesh.axis_sizes()},
     }
     metrics.write_summary(directory / 'summary.json', summary)
   say(heldout.table(figures))

@@ -1,8 +1,8 @@
 """The directory a run writes: whose it is, and what it must be to go on in it.
 
-  config.json     the resolved config           checkpoints/  orbax
-  metrics.jsonl   a line of figures a log       tensorboard/  the same as events
-  loss.png        the loss curves               summary.json  the result, for programs
+config.json     the resolved config           checkpoints/  orbax
+metrics.jsonl   a line of figures a log       tensorboard/  the same as events
+loss.png        the loss curves               summary.json  the result, for programs
 """
 
 from __future__ import annotations

@@ -9,11 +9,10 @@ os.environ['XLA_FLAGS'] = (
 os.environ.setdefault('MPLBACKEND', 'agg')
 
 import jax
-import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 with install_import_hook('mtpjax', 'beartype.beartype'):
-  import mtpjax.model  # noqa: F401
+  import mtpjax.model
   import mtpjax.step  # noqa: F401

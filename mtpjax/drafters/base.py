@@ -1,5 +1,5 @@
-"""The contract. An objective learns from what the trunk computed, beyond the next token;
-a drafter is an objective that can also propose tokens.
+"""The contract. An objective learns from what the trunk computed, beyond the next
+token; a drafter is an objective that can also propose tokens.
 
 Training, evaluation and sampling know only this file, never a kind. A new idea is one
 file with a `Config` and an `Objective`, and one file in `configs/`.
@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from mtpjax import losses, schedules
 from mtpjax.fields import ConfigError
@@ -33,7 +33,7 @@ class Batch:
 
   Attributes:
     tokens: int [B, T].
-    mask: loss mask of targets: whether the token at i may be predicted, bool [B, T].
+    mask: loss mask of targets, whether the token at i may be predicted: bool [B, T].
     rows: where the tokens stand; `rows.segments` is 0 on padding.
     whole_path: train only what a drafter of a frozen trunk will be asked for.
   """
@@ -79,7 +79,7 @@ class Config:
   rho: float = 1.0  # 1: all depths alike; below 1 favours near tokens
 
   def needs(self, trunk: trunks.Config) -> Needs:
-    """What the trunk must hand over; `trunk` is its config before layers are given up."""
+    """What the trunk must hand over; `trunk` is as configured, no layer given up."""
     return Needs()
 
   def finalize(self, trunk: trunks.Config, field: str) -> None:
@@ -89,7 +89,7 @@ class Config:
       raise ConfigError(
         f'{field}.depth', self.depth, 'is not positive', f'use {field}=None for none'
       )
-    if not 0 < self.rho:
+    if not self.rho > 0:
       raise ConfigError(f'{field}.rho', self.rho, 'is not positive', 'use 1 for equal')
 
   def build(self, trunk: trunks.Config, rngs: nnx.Rngs) -> Objective:
@@ -139,5 +139,8 @@ def check_detach(detach: tuple[str, ...], known: tuple[str, ...], field: str) ->
   for name in detach:
     if name not in known:
       raise ConfigError(
-        f'{field}.detach', name, 'is no shared tensor', f'choose from {", ".join(known)}'
+        f'{field}.detach',
+        name,
+        'is no shared tensor',
+        f'choose from {", ".join(known)}',
       )

@@ -26,9 +26,7 @@ class Config(base.Config):
 
   def needs(self, trunk: trunks.Config) -> trunks.Needs:
     given_up = self.depth if self.match_parameters else 0
-    return trunks.Needs(
-      taps=(trunk.layers - given_up - 1,), layers_given_up=given_up
-    )
+    return trunks.Needs(taps=(trunk.layers - given_up - 1,), layers_given_up=given_up)
 
   def finalize(self, trunk: trunks.Config, field: str) -> None:
     super().finalize(trunk, field)

@@ -8,7 +8,6 @@ packed rows, shifted rows and rows in any order are all one case.
 from __future__ import annotations
 
 import dataclasses
-
 from typing import Any
 
 import jax
@@ -101,9 +100,7 @@ def attend(
   v_BSGC: Float[Array, 'B S G C'],
   seen_BTS: Bool[Array, 'B T S'],
   softcap: float | None = None,
-  own: tuple[
-    Float[Array, 'B T N G C'], Float[Array, 'B T N G C'], Bool[Array, ' N']
-  ]
+  own: tuple[Float[Array, 'B T N G C'], Float[Array, 'B T N G C'], Bool[Array, ' N']]
   | None = None,
 ) -> Float[Array, 'B T H C']:
   """Softmax attention in float32 or wider.
@@ -120,9 +117,7 @@ def attend(
     return jnp.where(seen, layers.softcap(s, softcap), MASKED)
 
   spec = mesh.key_BSGC(k_BSGC.shape[2])
-  k_BSHC, v_BSHC = (
-    _each_query_head(jax.reshard(x, spec), H) for x in (k_BSGC, v_BSGC)
-  )
+  k_BSHC, v_BSHC = (_each_query_head(jax.reshard(x, spec), H) for x in (k_BSGC, v_BSGC))
   scores = score('BTHC,BSHC->BHTS', k_BSHC, seen_BTS[:, None])
   largest = jnp.max(scores, -1, keepdims=True)
   if own is not None:
@@ -151,7 +146,9 @@ def _each_query_head(x: Array, heads: int) -> Array:
   spec = jax.typeof(x).sharding.spec
   if heads != G:
     x = jnp.expand_dims(x, -2)
-    x = jnp.broadcast_to(x, (*rest, G, heads // G, C), out_sharding=P(*spec[:-1], None, None))
+    x = jnp.broadcast_to(
+      x, (*rest, G, heads // G, C), out_sharding=P(*spec[:-1], None, None)
+    )
     x = x.reshape((*rest, heads, C), out_sharding=P(*spec))
   return jax.reshard(x, P(*spec[:-2], 'tensor', None))
 

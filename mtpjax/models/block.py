@@ -1,8 +1,8 @@
 """One pre-norm decoder block, or a stack of them: parameters and the pure function.
 
-Initialisation: every matrix is normal with variance 1 / fan-in; the two that write into
-the residual stream are divided by sqrt(2 · layers of the trunk) besides (GPT-2), so that
-the stream's variance does not grow with depth; gains are one, biases zero.
+Initialisation: every matrix is normal with variance 1 / fan-in; the two that write
+into the residual stream are divided by sqrt(2 · layers of the trunk) besides (GPT-2),
+so that the stream's variance does not grow with depth; gains are one, biases zero.
 """
 
 from collections.abc import Callable

@@ -73,9 +73,7 @@ def linear(
   y = jnp.einsum(f'...{left},{right}->...{out}', x, w, out_sharding=sharding)
   if flat:
     spec = jax.typeof(y).sharding.spec[1:]
-    y = y.reshape(
-      (B, T, *y.shape[1:]), out_sharding=P(mesh.BATCH, 'context', *spec)
-    )
+    y = y.reshape((B, T, *y.shape[1:]), out_sharding=P(mesh.BATCH, 'context', *spec))
   return y
 
 

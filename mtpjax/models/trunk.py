@@ -8,7 +8,7 @@ K depth or draft length, L layers, E experts, N any other count.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,9 @@ class Config:
   """
 
   vocab: int | None = None  # None: the tokenizer's
-  vocab_multiple: int = 64  # the tables are padded to a multiple; padding is never scored
+  vocab_multiple: int = (
+    64  # the tables are padded to a multiple; padding is never scored
+  )
   width: int = 256
   layers: int = 4
   heads: int = 4
@@ -90,7 +92,10 @@ class Config:
       self.head_width = self.width // self.heads
     if self.head_width % 2:
       raise ConfigError(
-        'trunk.head_width', self.head_width, 'is odd', 'rotary positions pair its halves'
+        'trunk.head_width',
+        self.head_width,
+        'is odd',
+        'rotary positions pair its halves',
       )
     if self.heads % self.kv_heads:
       raise ConfigError(
@@ -226,10 +231,11 @@ def scan(
     )
 
   B, T, _ = x_BTD.shape
-  shape = (B, T, config.kv_heads, config.head_width)
-  spec = jax.P(mesh.BATCH, 'context', mesh.heads_axis(shape[2]), None)
+  G, C = config.kv_heads, config.head_width
+  assert G is not None and C is not None
+  shape, spec = (B, T, G, C), jax.P(mesh.BATCH, 'context', mesh.heads_axis(G), None)
   nothing = jnp.zeros(shape, x_BTD.dtype, out_sharding=spec)
-  carry = (
+  carry: Any = (
     x_BTD,
     {n: x_BTD for n in needs.taps},
     {n: (nothing, nothing) for n in needs.kv_layers},
@@ -251,4 +257,5 @@ def scan(
   for n in range(L - rest, L):
     one = jax.tree.map(lambda a, n=n: a[n], w)
     carry = layer_fn(scanned=False)(carry, one, jnp.int32(n), config.window(n))
-  return TrunkOutput(*carry)
+  x_BTD, taps, kept = carry
+  return TrunkOutput(x_BTD, taps, kept)
