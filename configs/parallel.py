@@ -33,6 +33,6 @@ def get_config(arg: Literal['', 'tiny'] = '') -> config.Config:
     c.name, c.steps, c.log_every = 'parallel-tiny', 20, 5
     c.data = batches.Config(source=sources.Stdlib(files=20), length=64, batch=8)
     c.trunk = trunk.Config(width=64, layers=4, heads=2)
-    c.drafter.depth = 2
+    c.drafter = parallel.Config(depth=2, match_parameters=True)
     c.optimizer.rate.warmup, c.checkpoint.every = 5, 10
   return c

@@ -19,8 +19,8 @@ def get_config(arg: Literal['', 'tiny'] = '') -> config.Config:
   c = config.Config(
     name='quickstart',
     steps=1000,
-    data=batches.Config(source=sources.Stdlib(), length=128, batch=32),
-    trunk=trunk.Config(width=192, layers=4, heads=6, kv_heads=3, remat='none'),
+    data=batches.Config(source=sources.Stdlib(), length=128, batch=16),
+    trunk=trunk.Config(width=128, layers=4, heads=4, kv_heads=2, remat='none'),
     # One module, chained over three depths, as FastMTP trains it; λ as DeepSeek-V3.
     drafter=sequential.Config(depth=3, share=True, weight=schedules.Piecewise()),
     optimizer=step.OptimizerConfig(rate=schedules.WarmupCosine(peak=3e-3, warmup=100)),
@@ -28,8 +28,7 @@ def get_config(arg: Literal['', 'tiny'] = '') -> config.Config:
   )
   if arg == 'tiny':
     c.name, c.steps, c.log_every = 'quickstart-tiny', 20, 5
-    c.data.source.files = 20
-    c.data.length, c.data.batch = 64, 8
+    c.data = batches.Config(source=sources.Stdlib(files=20), length=64, batch=8)
     c.trunk = trunk.Config(width=64, layers=2, heads=2)
     c.optimizer.rate.warmup, c.checkpoint.every = 5, 10
   return c

@@ -304,8 +304,7 @@ def _describe(leaves: dict[str, Any]) -> dict[str, dict]:
 
 
 def _target(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
-  here = SingleDeviceSharding(jax.local_devices()[0])
-  sharding = getattr(leaf, 'sharding', None) or here
+  sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
   if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
     mesh = jax.sharding.get_mesh()
     if mesh.empty or mesh.abstract_mesh != sharding.mesh:

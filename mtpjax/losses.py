@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -139,6 +139,14 @@ def vocabulary(logits: Array) -> Array:
   return jax.reshard(jnp.arange(logits.shape[-1]).reshape(shape), spec)
 
 
+def head_logits(hidden: Float[Array, '*rows D'], head: Head) -> Float[Array, '*rows V']:
+  """Logits in float32 or wider, sharded over the vocabulary; for sampling."""
+  w_VD = mesh.gathered(head.w_VD.astype(hidden.dtype))
+  dtype = wide(hidden.dtype)
+  logits = jnp.einsum('...D,VD->...V', hidden, w_VD, preferred_element_type=dtype)
+  return finish_logits(logits, head)
+
+
 def finish_logits(logits: Array, head: Head) -> Array:
   """Soft-cap, and no probability for the padding of the table."""
   logits = softcap(logits, head.softcap)
@@ -205,7 +213,8 @@ def fused(
     return x.reshape(shape, out_sharding=P(*spec[:5], None, *none))
 
   w_VD = mesh.gathered(head.w_VD.astype(hidden_KBTD.dtype))
-  total, sums = _fused(
+  # pyright takes a custom_vjp for the partial that made it.
+  total, sums = cast(Any, _fused)(
     split(hidden_KBTD),
     w_VD,
     jax.tree.map(split, targets.ids),
@@ -305,4 +314,4 @@ def _backward(static, kept, cotangent):
   return scale.astype(dh.dtype) * dh, scale.astype(dw.dtype) * dw, None, None, None
 
 
-_fused.defvjp(_forward, _backward)
+cast(Any, _fused).defvjp(_forward, _backward)

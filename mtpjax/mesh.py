@@ -8,6 +8,7 @@ sharding is a type error at trace time.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -92,7 +93,7 @@ class Config:
   expert: int = 1  # experts; without any, rows of the batch
 
 
-def make(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
   """The mesh of `config` over `devices` (default: all).
 
   Raises:

@@ -113,13 +113,16 @@ class Writer:
   """Appends metrics to WORKDIR/metrics.jsonl and as TensorBoard events.
 
   Lines past `resume_step`, which a crashed run wrote after its last checkpoint, are
-  dropped: the file reads as if nothing had happened. One process writes.
+  dropped: the file reads as if nothing had happened. Only process 0 writes.
   """
 
   def __init__(self, workdir: str | os.PathLike, resume_step: int | None = None):
     workdir = Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
     self.path = workdir / 'metrics.jsonl'
+    self._writes = jax.process_index() == 0
+    if not self._writes:
+      return
+    workdir.mkdir(parents=True, exist_ok=True)
     start = 0 if resume_step is None else resume_step
     if self.path.exists():
       kept = [r for r in read_metrics(self.path) if r.get('step', 0) <= start]
@@ -133,6 +136,8 @@ class Writer:
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """One line, on disk when this returns, and one event for each number in it."""
+    if not self._writes:
+      return
     values = {k: v for k, v in values.items() if k != 'step'}
     self._file.write(to_json({'step': step, **values}) + '\n')
     self._file.flush()
@@ -141,8 +146,9 @@ class Writer:
       self._events.add_scalar(f'{split}/{name}', value, step)
 
   def close(self) -> None:
-    self._file.close()
-    self._events.close()
+    if self._writes:
+      self._file.close()
+      self._events.close()
 
   def __enter__(self) -> Writer:
     return self
@@ -200,6 +206,8 @@ def conditions() -> dict[str, Any]:
 class Progress:
   """A bar on a terminal, else a plain line now and then, and always the last.
 
+  Only process 0 says anything.
+
   Args:
     total: Steps (batches, examples) at the end.
     start: Those done before, so that the speed is this run's.
@@ -224,8 +232,8 @@ class Progress:
     self._began = time.monotonic()
     self._said = -math.inf, start  # when, and at what step
     self._last: tuple[int, str] | None = None  # not yet said
-    self._bar = None
-    if self._file.isatty():
+    self._bar, self._speaks = None, jax.process_index() == 0
+    if self._speaks and self._file.isatty():
       self._bar = tqdm.tqdm(
         total=total,
         initial=start,
@@ -235,6 +243,8 @@ class Progress:
       )
 
   def update(self, step: int, values: Mapping[str, Any] | None = None) -> None:
+    if not self._speaks:
+      return
     text = brief(values or {})
     if self._bar is not None:
       self._bar.set_description_str(text, refresh=False)
@@ -274,20 +284,18 @@ def brief(values: Mapping[str, Any]) -> str:
   """'loss 1.52 1.81  λ 0.3  lr 3e-4  12.3k tok/s': one short line of a metrics dict."""
   parts = []
   for name, value in values.items():
-    if hasattr(value, 'tolist'):
-      value = np.asarray(value).tolist()
+    listed = _listed(value)
     if name == 'loss_by_depth' or (name == 'loss' and 'loss_by_depth' not in values):
-      parts.append('loss ' + ' '.join(f'{x:.2f}' for x in _listed(value)))
+      parts.append('loss ' + ' '.join(_show(x, '.2f') for x in listed))
     elif name == 'lambda':
-      weights = sorted(set(_listed(value)))
-      parts += ['λ ' + ' '.join(f'{x:.3g}' for x in weights)] if weights else []
+      weights = sorted(set(listed))
+      parts += ['λ ' + ' '.join(_show(x, '.3g') for x in weights)] if weights else []
     elif name == 'learning_rate':
-      parts.append(f'lr {value:.2e}')
+      parts.append(f'lr {_show(value, ".2e")}')
     elif name == 'tokens_per_second':
       parts.append(f'{tqdm.tqdm.format_sizeof(value)} tok/s')
-    elif name not in _UNSAID:
-      shown = (f'{x:.4g}' if isinstance(x, float) else f'{x}' for x in _listed(value))
-      parts.append(f'{name.replace("_", " ")} ' + ' '.join(shown))
+    elif name not in _UNSAID and not isinstance(value, Mapping):
+      parts.append(' '.join([name.replace('_', ' '), *(_show(x) for x in listed)]))
   return '  '.join(parts)
 
 
@@ -297,7 +305,16 @@ _UNSAID = ('step', 'loss', 'agreement_by_depth', 'count_by_depth', 'grad_norm', 
 def _listed(value: Any) -> Sequence[Any]:
   if isinstance(value, Mapping):
     return list(value.values())
+  if hasattr(value, 'tolist'):
+    value = np.asarray(value).tolist()
   return value if isinstance(value, (list, tuple)) else [value]
+
+
+def _show(value: Any, form: str = '.4g') -> str:
+  """Null, which JSON has for NaN, is a dash."""
+  if value is None:
+    return '–'
+  return format(value, form) if isinstance(value, float | np.floating) else str(value)
 
 
 def _clock(seconds: float) -> str:

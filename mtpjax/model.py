@@ -28,8 +28,14 @@ class Model(nnx.Module):
   def __init__(
     self, trunk: trunks.Config, objectives: dict[str, base.Config], rngs: nnx.Rngs
   ):
-    needs = [config.needs(trunk) for config in objectives.values()]
-    given_up = max((n.layers_given_up for n in needs), default=0)
+    configs = list(objectives.values())
+    gives = [config.needs(trunk).layers_given_up for config in configs]
+    given_up = max(gives, default=0)
+    # Each numbers layers as if only its own were given up; all get the same trunk.
+    needs = [
+      config.needs(dataclasses.replace(trunk, layers=trunk.layers - given_up + own))
+      for config, own in zip(configs, gives, strict=True)
+    ]
     self.needs = Needs(
       taps=tuple(sorted({t for n in needs for t in n.taps})),
       kv_layers=tuple(sorted({t for n in needs for t in n.kv_layers})),
@@ -53,10 +59,13 @@ def prepare(
   """The batch as all objectives want it, and everybody's targets: no forward pass."""
   for n, _, objective in model.parts():
     batch = objective.prepare(batch, jax.random.fold_in(key, n))
-  targets = {NEXT: batch.targets([0])}
+  targets, drawn = {NEXT: batch.targets([0])}, {}
   for n, name, objective in model.parts():
-    targets[name] = objective.targets(batch, jax.random.fold_in(key, n))
-  return batch, targets
+    fold = jax.random.fold_in(key, n)
+    drawn[name] = objective.draw(batch, fold)
+    own = dataclasses.replace(batch, drawn=drawn[name])
+    targets[name] = objective.targets(own, fold)
+  return dataclasses.replace(batch, drawn=drawn), targets
 
 
 def lambdas(model: Model, fraction: Float[Array, '']) -> dict[str, Float[Array, '']]:
@@ -89,6 +98,7 @@ def loss(
   """The differentiable total, and each objective's sums by depth.
 
   Args:
+    batch: as `prepare` returned it.
     counts: valid targets of each depth over everything that this total is part of: all
       microbatches, all processes.
     weights: what each depth's mean weighs, see `depth_weights`.
@@ -99,7 +109,8 @@ def loss(
   predicted = {NEXT: base.Predictions(trunk.final_norm(out.hidden)[None])}
   for n, name, objective in model.parts():
     fold = None if key is None else jax.random.fold_in(key, n)
-    predicted[name] = objective.predict(trunk, out, batch, step, fold)
+    own = dataclasses.replace(batch, drawn=batch.drawn[name])
+    predicted[name] = objective.predict(trunk, out, own, step, fold)
 
   entropy = functools.partial(losses.cross_entropy, z_loss=config.z_loss)
   # All that share the trunk's head, the plain loss and its rows go through in one call.

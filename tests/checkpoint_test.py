@@ -301,7 +301,9 @@ def test_names_that_are_no_steps_are_ignored(tmp_path):
     (tmp_path / name).mkdir()
   (tmp_path / '77').write_text('a file')
   assert restore(Checkpoints(tmp_path), make_state()).step == 5
-  assert Checkpoints(tmp_path).steps() == [5]
+  before = set(names(tmp_path))
+  save_steps(tmp_path, [6])  # a run deletes what a killed one left, and nothing else
+  assert set(names(tmp_path)) == before - {'12.orbax-checkpoint-tmp'} | {'6'}
 
 
 def test_keep_policy(tmp_path):
@@ -320,8 +322,7 @@ def test_a_step_that_is_there_stays_and_older_ones_are_refused(tmp_path):
     assert not checkpoints.save(10, make_state(1), {})
     with pytest.raises(CheckpointError, match=r'saving step 7 .* step 10 is there'):
       checkpoints.save(7, make_state(1), {})
-    restored = restore(checkpoints, make_state())
-  assert_same_bits(restored.state, make_state(10))
+    assert_same_bits(restore(checkpoints, make_state()).state, make_state(10))
 
 
 @pytest.mark.parametrize('field', ['every', 'keep', 'keep_every'])

@@ -171,6 +171,15 @@ def test_conditions():
   assert {'device', 'process_count', 'flax', 'mtpjax', 'cpu_count', 'date'} < set(found)
 
 
+def test_only_process_0_writes(tmp_path, monkeypatch):
+  monkeypatch.setattr(jax, 'process_index', lambda: 1)
+  out = io.StringIO()
+  with metrics.Writer(tmp_path / 'run') as writer, metrics.Progress(1, file=out) as bar:
+    writer.write(1, line(1))
+    bar.update(1, line(1))
+  assert not (tmp_path / 'run').exists() and not out.getvalue()
+
+
 class Terminal(io.StringIO):
   def isatty(self):
     return True
@@ -184,6 +193,8 @@ def test_brief_is_compact():
     'acceptance length 2.75  examples 3'
   )
   assert metrics.brief({'loss': math.nan}) == 'loss nan'
+  assert metrics.brief({'loss_by_depth': [np.float32(1), None]}) == 'loss 1.00 –'
+  assert metrics.brief({'objectives': {'order': {'loss_by_depth': [1.0]}}}) == ''
 
 
 def test_plain_lines_off_a_terminal(monkeypatch):
@@ -229,7 +240,7 @@ def test_a_bar_on_a_terminal():
 def curve(steps=60):
   rows = []
   for step in range(1, steps + 1):
-    losses = [1 + depth / 4 + 3 / step for depth in range(4)]
+    losses = [1 + depth / 10 + 3 / step for depth in range(4)]
     rows.append(
       {'step': step, 'loss_by_depth': losses, 'lambda': {'mtp': 0.3, 'x': 0.1}}
     )
@@ -268,14 +279,14 @@ def test_loss_figure_draws_what_it_was_given(tmp_path, monkeypatch):
   metrics.loss_figure(curve(), tmp_path / 'loss.png')
   top, bottom = drawn[0].axes
   raw, smooth, held = top.lines[3:6]  # depth 1, after the three of depth 0
-  assert list(raw.get_ydata()) == [1.25 + 3 / step for step in range(1, 61)]
+  assert list(raw.get_ydata()) == [1.1 + 3 / step for step in range(1, 61)]
   assert len(smooth.get_ydata()) == 60
   assert list(held.get_xdata()) == [20, 40, 60]
   assert [text.get_text() for text in top.texts] == [
     'next token  1.05',
-    'depth 1  1.30',
-    'depth 2  1.55',
-    'depth 3  1.80',
+    'depth 1  1.15',
+    'depth 2  1.25',
+    'depth 3  1.35',
   ]
   assert [line.get_label() for line in bottom.lines] == ['mtp', 'x']
   places = [text.xy[1] for text in top.texts]

@@ -12,17 +12,20 @@ division by the true counts, chunking and sharding happen in one place for all o
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from mtpjax import losses, schedules
 from mtpjax.fields import ConfigError
 from mtpjax.losses import Targets
 from mtpjax.models import trunk as trunks
 from mtpjax.models.attention import Leaf, Rows
+from mtpjax.models.cache import LayerCache
 from mtpjax.models.trunk import Needs, Trunk, TrunkOutput
 
 
@@ -35,12 +38,14 @@ class Batch:
     tokens: int [B, T].
     mask: loss mask of targets, whether the token at i may be predicted: bool [B, T].
     rows: where the tokens stand; `rows.segments` is 0 on padding.
+    drawn: what this objective's `draw` returned; None before.
     whole_path: train only what a drafter of a frozen trunk will be asked for.
   """
 
   tokens: Leaf
   mask: Leaf
   rows: Rows
+  drawn: Any = None
   whole_path: bool = dataclasses.field(default=False, metadata={'static': True})
 
   def targets(self, depths) -> Targets:
@@ -55,7 +60,8 @@ class Predictions:
   """Hidden states from which each depth is predicted.
 
   Attributes:
-    hidden: normalised, ready for the head, [K, B, T, D].
+    hidden: normalised, ready for the head, [K, B, T, D]; T may be any number of rows
+      that divides over the mesh's 'context', the same as in the targets.
     head: None is the trunk's.
     loss: None is cross-entropy to token ids.
     trains_head: whether this loss changes the head.
@@ -114,6 +120,14 @@ class Objective(nnx.Module):
     """May insert tokens: returns a batch with other rows, masks and visibility."""
     return batch
 
+  def draw(self, batch: Batch, key: Key[Array, '']) -> Any:
+    """Random choices that `targets` and `predict` must agree on, as `batch.drawn`.
+
+    Arrays [B, ...], sharded as rows are: they are split into microbatches with them.
+    Drawn in evaluation too, there always with the same key.
+    """
+    return None
+
   def targets(self, batch: Batch, key: Key[Array, '']) -> Targets:
     """What is predicted, from integers and masks alone, before any forward pass."""
     return batch.targets(range(1, self.config.depth + 1))
@@ -133,6 +147,109 @@ class Objective(nnx.Module):
       key: None in evaluation, where nothing is random.
     """
     raise NotImplementedError(f'{type(self)} predicts nothing')
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Committed:
+  """Rows that the trunk has computed and the sampler has kept.
+
+  Attributes:
+    start: position of the first of them, int [B].
+    count: how many of the N are committed, int [B]; what follows is junk.
+    tokens: the token after each, int [B, N]: that at position start + n + 1. The last
+      of a row has no features yet; it opens the next verification.
+    out: what `needs` asked for, over the N rows.
+  """
+
+  start: Leaf
+  count: Leaf
+  tokens: Leaf
+  out: TrunkOutput
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Draft:
+  """Proposed tokens, a tree of N nodes; a chain where parents are 0, 1, 2, … - 1.
+
+  Attributes:
+    tokens: int [B, N].
+    parents: index of each node's parent, -1 for the last committed token, int [B, N].
+    count: how many are proposed, int [B].
+    q: the distribution each was really drawn from, [B, N, V]; None is one-hot.
+  """
+
+  tokens: Leaf
+  parents: Leaf
+  count: Leaf
+  q: Leaf = None
+
+
+# (logits [B, V] of draft k, k from 0) -> (tokens [B], q [B, V] or None for one-hot)
+Choose = Callable[[Array, int], tuple[Array, Array | None]]
+
+
+def most_likely(logits_BV: Array, k: int) -> tuple[Array, None]:
+  """The greedy choice, the lowest id on ties."""
+  return jnp.argmax(logits_BV, -1), None
+
+
+def chain(tokens: list[Array], q: list[Array | None]) -> Draft:
+  """A draft without branches, of tokens [B] one after another."""
+  tokens_BN = jnp.stack(tokens, 1)
+  B, N = tokens_BN.shape
+  spec = jax.typeof(tokens_BN).sharding.spec
+  parents = jnp.broadcast_to(jnp.arange(-1, N - 1)[None], (B, N), out_sharding=spec)
+  dense = [x for x in q if x is not None]
+  return Draft(
+    tokens_BN,
+    parents,
+    jnp.full_like(tokens_BN[:, 0], N),
+    jnp.stack(dense, 1) if dense else None,
+  )
+
+
+class Drafter(Objective):
+  """An objective that can also propose. State is a pytree of arrays with batch first.
+
+  Between rounds the state holds what has been committed: all rows before the last
+  token, whose features the trunk has not computed yet.
+  """
+
+  @property
+  def max_draft(self) -> int:
+    """The longest draft it can propose."""
+    return self.config.depth
+
+  def init_state(self, batch: int, length: int, draft: int) -> PyTree:
+    """Room for rows of `length` positions and drafts of up to `draft` tokens."""
+    raise NotImplementedError(f'{type(self)} drafts nothing')
+
+  def absorb(
+    self, trunk: Trunk, caches: list[LayerCache], state: PyTree, block: Committed
+  ) -> PyTree:
+    """The state after these rows. Called once on the prompt, then once a round.
+
+    Args:
+      caches: the trunk's, a layer each; they hold the block's rows.
+    """
+    raise NotImplementedError(f'{type(self)} drafts nothing')
+
+  def propose(
+    self,
+    trunk: Trunk,
+    caches: list[LayerCache],
+    state: PyTree,
+    draft: int,
+    choose: Choose,
+  ) -> tuple[Draft, PyTree]:
+    """Up to `draft` tokens after the last committed one.
+
+    Returns: the draft, and the state, whose committed part is as it was (its buffers
+      may hold the draft's rows beyond).
+    """
+    raise NotImplementedError(f'{type(self)} drafts nothing')
 
 
 def check_detach(detach: tuple[str, ...], known: tuple[str, ...], field: str) -> None:

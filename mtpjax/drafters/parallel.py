@@ -11,12 +11,18 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+from mtpjax import losses, mesh
 from mtpjax.drafters import base
 from mtpjax.fields import ConfigError
 from mtpjax.models import block as blocks
+from mtpjax.models import cache
 from mtpjax.models import trunk as trunks
+from mtpjax.models.attention import Leaf
+from mtpjax.models.cache import LayerCache
 
 
 @dataclasses.dataclass
@@ -50,7 +56,19 @@ class Config(base.Config):
     }
 
 
-class Parallel(base.Objective):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class State:
+  """Keys and values of each head, and what the last row gives for the unembedding.
+
+  `ready` is [B, K, D].
+  """
+
+  caches: list[LayerCache]
+  ready: Leaf
+
+
+class Parallel(base.Drafter):
   config: Config
 
   def __init__(self, config: Config, trunk: trunks.Config, rngs: nnx.Rngs):
@@ -75,3 +93,32 @@ class Parallel(base.Objective):
       )
     _, hidden_KBTD = jax.lax.scan(body, x_BTD, blocks.arrays(self.block))
     return base.Predictions(hidden_KBTD, trains_head='head' not in self.config.detach)
+
+  # --- Drafting
+
+  def init_state(self, batch: int, length: int, draft: int) -> State:
+    shape = (batch, draft, self.sizes.width)
+    spec = P(mesh.BATCH, None, None)
+    return State(
+      [cache.empty(self.sizes, batch, length + draft) for _ in range(draft)],
+      jnp.zeros(shape, self.sizes.dtype, out_sharding=spec),
+    )
+
+  def absorb(self, trunk, caches, state: State, block: base.Committed) -> State:
+    x_BTD = block.out.taps[self.sizes.layers - 1]
+    positions = cache.positions(block.start, x_BTD.shape[1])
+    kept, ready = [], []
+    heads = trunks.unstack(blocks.arrays(self.block))[: len(state.caches)]
+    for w, old in zip(heads, state.caches, strict=True):
+      look = cache.look_at_cache(old, block.start, self.sizes, self.window)
+      h, new = blocks.block(w, x_BTD, positions, self.sizes, look)
+      kept.append(new)
+      ready.append(cache.take(trunk.final_norm(h), block.count - 1, 1))
+    return State(kept, jnp.concatenate(ready, 1))
+
+  def propose(
+    self, trunk, caches, state: State, draft: int, choose: base.Choose
+  ) -> tuple[base.Draft, State]:
+    logits_BKV = losses.head_logits(state.ready, trunk.head())
+    chosen = [choose(logits_BKV[:, k], k) for k in range(draft)]
+    return base.chain([t for t, _ in chosen], [q for _, q in chosen]), state

@@ -14,13 +14,18 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from mtpjax import losses, mesh
 from mtpjax.drafters import base
 from mtpjax.fields import ConfigError
-from mtpjax.models import attention, layers
+from mtpjax.models import attention, cache, layers
 from mtpjax.models import block as blocks
 from mtpjax.models import trunk as trunks
+from mtpjax.models.attention import Leaf
+from mtpjax.models.cache import LayerCache
+
+MAX_REUSED = 16  # drafts of a reused module, which may go on beyond what it was trained
 
 
 @dataclasses.dataclass
@@ -65,7 +70,30 @@ class Config(base.Config):
     }
 
 
-class Sequential(base.Objective):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class State:
+  """What the module remembers of the committed rows.
+
+  Attributes:
+    caches: keys and values, one for each depth (`attend: depth`) or one in all.
+    length: rows the trunk has features for, int [B].
+    hidden: of the last rows, [B, N, D]; N is the draft length and it is the trunk's
+      (`depth`), or N is 1 and it is what step 1 made of it, to chain (`rows`).
+    ready: for the head, the first draft's hidden [B, D] (`rows`), else None.
+    tokens: after each of those rows, int [B, N].
+    first: the trunk's hidden of the last row, [B, D].
+  """
+
+  caches: list[LayerCache]
+  length: Leaf
+  hidden: Leaf
+  ready: Leaf
+  tokens: Leaf
+  first: Leaf
+
+
+class Sequential(base.Drafter):
   config: Config
 
   def __init__(self, config: Config, trunk: trunks.Config, rngs: nnx.Rngs):
@@ -184,3 +212,111 @@ class Sequential(base.Objective):
       return o, (keys, values)
 
     return look
+
+  # --- Drafting
+
+  @property
+  def max_draft(self) -> int:
+    return MAX_REUSED if self.config.attend == 'rows' else self.config.depth
+
+  def init_state(self, batch: int, length: int, draft: int) -> State:
+    config, D = self.config, self.sizes.width
+    rows = config.attend == 'rows'
+    count = 1 if rows else draft
+    spec = P(mesh.BATCH, None, None)
+    act = jnp.zeros((batch, count, D), self.sizes.dtype, out_sharding=spec)
+    ids = jnp.zeros((batch, count), jnp.int32, out_sharding=mesh.whole_BT)
+    last = act[:, 0]
+    # `depth` recomputes its last rows each round, from positions before 0 on at first.
+    slots = length + draft + (0 if rows else draft)
+    return State(
+      [cache.empty(self.sizes, batch, slots) for _ in range(1 if rows else draft)],
+      jax.reshard(jnp.zeros((batch,), jnp.int32), mesh.ids_B),
+      act,
+      last if rows else None,
+      ids,
+      last,
+    )
+
+  def absorb(self, trunk, caches, state: State, block: base.Committed) -> State:
+    h_BTD = self.first_hidden(trunk, block.out.hidden)
+    length = block.start + block.count
+    first = _row(h_BTD, block.count - 1)
+    if self.config.attend == 'rows':
+      out, chained, kept = self._extend(
+        trunk, state.caches[0], h_BTD, block.tokens, block.start, step=0
+      )
+      last = block.count - 1
+      return State(
+        [kept],
+        length,
+        _row(chained, last)[:, None],
+        _row(out, last),
+        _row(block.tokens, last)[:, None],
+        first,
+      )
+    N = len(state.caches)
+    hidden = jnp.concatenate([state.hidden, cache.whole(h_BTD)], 1)
+    tokens = jnp.concatenate([state.tokens, cache.whole(block.tokens)], 1)
+    kept = list(state.caches)
+    h = hidden
+    for k in range(N):
+      # Past the last committed token there is none: those rows are redone in `propose`.
+      ids = jnp.pad(tokens[:, k:], ((0, 0), (0, k)))
+      _, h, kept[k] = self._extend(
+        trunk, kept[k], h, ids, block.start - N, step=k, before=N
+      )
+      h = hidden if self.config.hidden_source == 'trunk' else h
+    return State(
+      kept,
+      length,
+      cache.take(hidden, block.count, N),
+      None,
+      cache.take(tokens, block.count, N),
+      first,
+    )
+
+  def propose(
+    self, trunk, caches, state: State, draft: int, choose: base.Choose
+  ) -> tuple[base.Draft, State]:
+    rows, head = self.config.attend == 'rows', trunk.head()
+    kept, tokens, q = list(state.caches), [], []
+    hidden, ids = state.hidden, state.tokens
+    for k in range(draft):
+      if not rows:
+        N = len(kept)
+        ids = ids if k == 0 else jnp.concatenate([ids[:, 1:], tokens[-1][:, None]], 1)
+        out, hidden, kept[k] = self._extend(
+          trunk, kept[k], hidden, ids, state.length - N, step=k, before=N
+        )
+        ready = cache.whole(out)[:, -1]
+        if self.config.hidden_source == 'trunk':
+          hidden = state.hidden
+      elif k == 0:
+        ready = state.ready
+      else:
+        if self.config.hidden_source == 'trunk':
+          hidden = state.first[:, None]
+        out, hidden, kept[0] = self._extend(
+          trunk, kept[0], hidden, tokens[-1][:, None], state.length - 1 + k, step=k
+        )
+        ready = cache.whole(out)[:, 0]
+      token, chances = choose(losses.head_logits(ready, head), k)
+      tokens.append(token)
+      q.append(chances)
+    return base.chain(tokens, q), dataclasses.replace(state, caches=kept)
+
+  def _extend(self, trunk, kept, h_BTD, ids_BT, start_B, step: int, before: int = 0):
+    """New rows of one depth after those in its cache: as `module`."""
+    w = self.weights()
+    number = 0 if self.config.share else step
+    w = jax.tree.map(lambda a: a[number], w)
+    e = trunk.embed(jax.reshard(ids_BT, mesh.ids_BT))
+    positions = cache.positions(start_B, ids_BT.shape[1])
+    look = cache.look_at_cache(kept, start_B, self.sizes, self.window, before)
+    return self.module(w, jax.reshard(h_BTD, mesh.act_BTD), e, positions, look)
+
+
+def _row(x: jax.Array, index_B: jax.Array) -> jax.Array:
+  """x[b, index[b]] of [B, T, …]."""
+  return cache.take(x, index_B, 1)[:, 0]

@@ -18,8 +18,9 @@ from jaxtyping import Array, Float, Int
 from mtpjax import mesh
 from mtpjax.fields import ConfigError
 from mtpjax.models import block as blocks
-from mtpjax.models import layers
+from mtpjax.models import cache, layers
 from mtpjax.models.attention import Leaf, Rows
+from mtpjax.models.cache import LayerCache
 
 REMAT = {
   'full': jax.checkpoint_policies.nothing_saveable,
@@ -197,6 +198,39 @@ class Trunk(nnx.Module):
     """All layers over whole rows."""
     x_BTD = self.embed(tokens_BT)
     return scan(blocks.arrays(self.blocks), x_BTD, rows, self.config, needs)
+
+
+def unstack(w: dict) -> list[dict]:
+  """Stacked parameters a layer each: what decoding, which unrolls its layers, reads."""
+  count = jax.tree.leaves(w)[0].shape[0]
+  return [jax.tree.map(lambda a, n=n: a[n], w) for n in range(count)]
+
+
+def extend(
+  weights: list[dict],
+  x_BTD: Float[Array, 'B T D'],
+  start_B: Int[Array, ' B'],
+  caches: list[LayerCache],
+  config: Config,
+  needs: Needs,
+) -> tuple[TrunkOutput, list[LayerCache]]:
+  """All layers over new rows at positions start, start + 1, …, after the cached ones.
+
+  Args:
+    weights: a dict a layer, from `unstack`.
+
+  Returns: the output for the new rows, and the caches with them written.
+  """
+  positions = cache.positions(start_B, x_BTD.shape[1])
+  taps = {0: x_BTD} if 0 in needs.taps else {}
+  kept = []
+  for n, (w, old) in enumerate(zip(weights, caches, strict=True)):
+    look = cache.look_at_cache(old, start_B, config, config.window(n))
+    x_BTD, new = blocks.block(w, x_BTD, positions, config, look)
+    kept.append(new)
+    if n + 1 in needs.taps:
+      taps[n + 1] = x_BTD
+  return TrunkOutput(x_BTD, taps, {n: kept[n] for n in needs.kv_layers}), kept
 
 
 def scan(
