@@ -38,7 +38,7 @@ w_DHC = P('fsdp', 'tensor', None)
 w_HCD = P('tensor', None, 'fsdp')
 w_DF = P('fsdp', 'tensor')
 w_FD = P('tensor', 'fsdp')
-w_2DD = P(None, 'fsdp', None)
+w_DD = P('fsdp', None)
 gain = P(None)
 bias_HC = P('tensor', None)
 

@@ -11,8 +11,8 @@ from flax import nnx
 
 from mtpjax import losses, mesh, model
 from mtpjax.drafters import base, parallel, sequential
-from mtpjax.models import cache, trunk
 from mtpjax.models import block as blocks
+from mtpjax.models import cache, trunk
 from mtpjax.models.attention import Rows
 
 SIZES = {'width': 16, 'layers': 2, 'heads': 4, 'kv_heads': 2, 'ffn': 32}

@@ -109,7 +109,11 @@ class Sequential(base.Drafter):
     self.gain_embedding = gains()
     self.gain_hidden = gains()
     self.w_join = blocks.normal(
-      rngs, (count, 2, D, D), (2 * D) ** -0.5, mesh.stacked(mesh.w_2DD), dtype
+      rngs,
+      (count, 2, D, D),
+      (2 * D) ** -0.5,
+      mesh.stacked(mesh.stacked(mesh.w_DD)),
+      dtype,
     )
     self.block = blocks.Blocks(trunk, count, rngs)
     self.gain_out = gains()
