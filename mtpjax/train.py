@@ -14,8 +14,18 @@ import numpy as np
 from absl import flags
 
 from mtpjax import config as configs
+from mtpjax import (
+  figures,
+  heldout,
+  mesh,
+  meters,
+  metrics,
+  model,
+  step,
+  terminal,
+  workdir,
+)
 from mtpjax import flags as command
-from mtpjax import heldout, mesh, meters, metrics, model, step, terminal, workdir
 from mtpjax.checkpoint import CheckpointError, Checkpoints
 from mtpjax.data import batches
 from mtpjax.data.sources import DataError
@@ -87,7 +97,7 @@ def main(config: configs.Config) -> int:
   with (
     saved,
     metrics.Writer(directory, start if restored else None) as writer,
-    metrics.Progress(config.steps, start, every=config.log_every) as progress,
+    terminal.Progress(config.steps, start, every=config.log_every) as progress,
   ):
 
     def record(done, out, tokens):
@@ -112,20 +122,20 @@ def main(config: configs.Config) -> int:
         return 0
 
     # --- Held-out evaluation, and what people and programs read afterwards.
-    figures = heldout.evaluate(
+    result = heldout.evaluate(
       eval_step,
       state['params'],
       config,
       data.heldout,
       functools.partial(terminal.watch, total=heldout.count(config, data.heldout)),
     )
-    if figures['loss'] is not None:
-      writer.write(config.steps, {'split': 'heldout', **figures})
+    if result['loss'] is not None:
+      writer.write(config.steps, {'split': 'heldout', **result})
   if jax.process_index() == 0:
     lines = metrics.read_metrics(directory / 'metrics.jsonl')
-    metrics.loss_figure(lines, directory / 'loss.png')
+    figures.loss_figure(lines, directory / 'loss.png')
     summary = {
-      **figures,
+      **result,
       'train_loss_by_depth': meter.last.get('loss_by_depth'),
       'steps': config.steps,
       'resumed_at': start or None,
@@ -137,7 +147,7 @@ def main(config: configs.Config) -> int:
       'conditions': {**metrics.conditions(), 'mesh': mesh.axis_sizes()},
     }
     metrics.write_summary(directory / 'summary.json', summary)
-  say(heldout.table(figures))
+  say(heldout.table(result))
   say(
     f'{time.monotonic() - began:.0f} s, {compile_seconds:.0f} of them compiling; '
     f'{meter.tokens_per_second or 0:,.0f} tokens/s. Figures: {directory}/loss.png, '

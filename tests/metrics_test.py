@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import math
 import os
 import struct
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import metrics
+from mtpjax import metrics, terminal
 
 
 def line(step, **values):
@@ -174,131 +173,10 @@ def test_conditions():
 def test_only_process_0_writes(tmp_path, monkeypatch):
   monkeypatch.setattr(jax, 'process_index', lambda: 1)
   out = io.StringIO()
-  with metrics.Writer(tmp_path / 'run') as writer, metrics.Progress(1, file=out) as bar:
+  with (
+    metrics.Writer(tmp_path / 'run') as writer,
+    terminal.Progress(1, file=out) as bar,
+  ):
     writer.write(1, line(1))
     bar.update(1, line(1))
   assert not (tmp_path / 'run').exists() and not out.getvalue()
-
-
-class Terminal(io.StringIO):
-  def isatty(self):
-    return True
-
-
-def test_brief_is_compact():
-  assert (
-    metrics.brief(line(3)) == 'loss 1.52 1.81 2.00  λ 0.3  lr 3.00e-04  12.3k tok/s'
-  )
-  assert metrics.brief({'acceptance_length': 2.75, 'examples': 3}) == (
-    'acceptance length 2.75  examples 3'
-  )
-  assert metrics.brief({'loss': math.nan}) == 'loss nan'
-  assert metrics.brief({'loss_by_depth': [np.float32(1), None]}) == 'loss 1.00 –'
-  assert metrics.brief({'objectives': {'order': {'loss_by_depth': [1.0]}}}) == ''
-
-
-def test_plain_lines_off_a_terminal(monkeypatch):
-  clock = [100.0]
-  monkeypatch.setattr(metrics.time, 'monotonic', lambda: clock[0])
-  out = io.StringIO()
-  with metrics.Progress(40, 10, seconds=10.0, every=4, file=out) as progress:
-    for step in range(11, 41):
-      clock[0] += 2
-      progress.update(step, line(step))
-  text = out.getvalue()
-  assert '\r' not in text and '\x1b' not in text
-  said = [int(row.split()[1].split('/')[0]) for row in text.splitlines()]
-  # At once as soon as four steps are done, then every 10 s (5 steps), and the last.
-  assert said == [14, 19, 24, 29, 34, 39, 40]
-  first, last = text.splitlines()[0], text.splitlines()[-1]
-  assert first.startswith('step 14/40  loss 1.52 1.81 2.00  λ 0.3')
-  assert first.endswith('00:52 left')  # 26 steps at 2 s, counted from the resumed one
-  assert 'left' not in last
-
-
-def test_the_last_line_is_said_when_a_run_ends_early():
-  out = io.StringIO()
-  with metrics.Progress(100, what='batch', file=out) as progress:
-    for step in (1, 2, 3):
-      progress.update(step, {'acceptance_length': 2.5})
-  assert (
-    out.getvalue().splitlines()[-1].startswith('batch 3/100  acceptance length 2.5')
-  )
-  assert len(out.getvalue().splitlines()) == 2  # the first, and this one
-
-
-def test_a_bar_on_a_terminal():
-  out = Terminal()
-  with metrics.Progress(20, 10, file=out) as progress:
-    for step in range(11, 21):
-      progress.update(step, line(step))
-  text = out.getvalue()
-  assert '\r' in text and '20/20' in text and 'loss 1.52 1.81 2.00' in text
-  assert '10/20' in text  # it starts where the run was resumed
-
-
-def curve(steps=60):
-  rows = []
-  for step in range(1, steps + 1):
-    losses = [1 + depth / 10 + 3 / step for depth in range(4)]
-    rows.append(
-      {'step': step, 'loss_by_depth': losses, 'lambda': {'mtp': 0.3, 'x': 0.1}}
-    )
-    if step % 20 == 0:
-      rows.append({'step': step, 'split': 'heldout', 'loss_by_depth': losses})
-  return rows
-
-
-@pytest.mark.parametrize(
-  'rows',
-  [
-    curve(),
-    curve(1),
-    [{'step': 1, 'loss_by_depth': [None, 2.0]}],  # a NaN of a run that diverged
-    [row for row in curve() if 'split' in row],
-    [{'step': s, 'loss_by_depth': [2.0], 'lambda': {}} for s in range(3)],
-  ],
-  ids=['usual', 'one step', 'nan', 'held out alone', 'no mtp'],
-)
-def test_loss_figure_is_a_png(tmp_path, rows, caplog):
-  path = tmp_path / 'figures' / 'loss.png'
-  with caplog.at_level(logging.WARNING):
-    metrics.loss_figure(rows, path)
-  raw = path.read_bytes()
-  assert raw.startswith(b'\x89PNG') and raw.rstrip().endswith(b'IEND\xaeB`\x82')
-  width, height = struct.unpack('>II', raw[16:24])
-  assert width > 1000 and height > 600
-  assert not caplog.records
-
-
-def test_loss_figure_draws_what_it_was_given(tmp_path, monkeypatch):
-  from matplotlib.figure import Figure
-
-  drawn = []
-  monkeypatch.setattr(Figure, 'savefig', lambda self, *a, **k: drawn.append(self))
-  metrics.loss_figure(curve(), tmp_path / 'loss.png')
-  top, bottom = drawn[0].axes
-  raw, smooth, held = top.lines[3:6]  # depth 1, after the three of depth 0
-  assert list(raw.get_ydata()) == [1.1 + 3 / step for step in range(1, 61)]
-  assert len(smooth.get_ydata()) == 60
-  assert list(held.get_xdata()) == [20, 40, 60]
-  assert [text.get_text() for text in top.texts] == [
-    'next token  1.05',
-    'depth 1  1.15',
-    'depth 2  1.25',
-    'depth 3  1.35',
-  ]
-  assert [line.get_label() for line in bottom.lines] == ['mtp', 'x']
-  places = [text.xy[1] for text in top.texts]
-  assert min(np.diff(places)) >= 0.05 * np.ptp(top.get_ylim())  # none over another
-
-
-def test_smoothing_matches_a_loop():
-  values = np.random.default_rng(0).normal(size=400)
-  want = [np.mean(values[max(0, i - 5) : min(400, i + 6)]) for i in range(400)]
-  np.testing.assert_allclose(metrics._smooth(values), want)
-
-
-def test_no_losses_is_an_error(tmp_path):
-  with pytest.raises(ValueError, match='no loss_by_depth among 1 lines'):
-    metrics.loss_figure([{'step': 1, 'loss': 2.0}], tmp_path / 'loss.png')

@@ -141,16 +141,15 @@ def test_an_unmatched_objective_beside_a_matched_one_reads_the_layers_that_are_l
   }
   graphdef, abstract, _ = model.init(sizes(layers=4), both, 0)
 
-  def taps(params):
+  def taps(params, batch):
     whole = nnx.merge(graphdef, params)
-    batch = on_mesh(*packed())
     out = whole.trunk(batch.tokens, batch.rows, whole.needs)
     for part in whole.objectives.values():
       part.predict(whole.trunk, out, batch, jnp.int32(0), None)
     found.append((whole.needs.taps, whole.needs.layers_given_up))
 
   found = []
-  jax.eval_shape(taps, abstract)
+  jax.eval_shape(taps, abstract, on_mesh(*packed()))
   assert found == [((1,), 2)]
 
 

@@ -27,7 +27,7 @@ CONFIGS = {
   'one module a depth': {'share': False},
   'before the trunk norm': {'hidden_norm': 'pre'},
   'chained before the norm': {'chain_norm': 'pre'},
-  'the trunk at every depth': {'hidden_source': 'trunk'},
+  'the trunk at every depth': {'hidden_source': 'trunk', 'share': False},
   'hidden first': {'concat': 'hidden_embed'},
   'rows': {'attend': 'rows'},
   'rows, dense': {'attend': 'rows', 'block': 'dense'},
@@ -184,9 +184,7 @@ def one_document(config, trunk, params, hidden_ND, tokens_N):
         position = i + k
         # Row (0, j) stands at j, row (step, i) at i + step.
         seen = [(0, j) for j in range(i + (k > 0))] + [(s, i) for s in range(1, k)]
-        seen = [
-          (s, j) for s, j in seen if not window or position - (j + s) < window
-        ]
+        seen = [(s, j) for s, j in seen if not window or position - (j + s) < window]
       keys = [cache[at][0] for at in seen]
       values = [cache[at][1] for at in seen]
       found[k, i], chained[k, i] = module(
@@ -258,9 +256,9 @@ def test_depth_k_reads_the_document_up_to_token_i_plus_k_and_no_further(name, rn
   assert differ[0, middle:][valid[0, middle:]].all()
 
 
-@pytest.mark.parametrize('name', ['chained', 'trunk'])
+@pytest.mark.parametrize('name', ['one module a depth', 'the trunk at every depth'])
 def test_a_module_changes_its_own_depth_and_those_chained_on_it(name, rng):
-  params, run = compiled('one module a depth', hidden_source=name)
+  params, run = compiled(name)
   where = on_mesh(*packed(rng))
   valid = valid_inputs(np.asarray(where.rows.segments), 3)
   hidden = hiddens(rng)
@@ -269,7 +267,7 @@ def test_a_module_changes_its_own_depth_and_those_chained_on_it(name, rng):
     mine = jax.tree.map(lambda x, n=zeroed: x.at[n].set(0), params['objectives'])
     got = np.asarray(run({**params, 'objectives': mine}, hidden, where))
     for k in range(3):
-      later = k > zeroed and name == 'chained'
+      later = k > zeroed and name == 'one module a depth'
       if k == zeroed or later:
         assert (np.abs(got - plain).max(-1)[k][valid[k]] > 1e-4).all()
       else:

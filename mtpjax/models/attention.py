@@ -55,7 +55,8 @@ def visibility(
   """Which keys a query may look at.
 
   Args:
-    queries: sharded over time.
+    queries: sharded over time. Those that have `visible` are the keys' own rows; others
+      see no hidden key.
     keys: whole in time.
     window: a query sees itself and `window - 1` positions before; 0 is no limit.
     ahead: how far the queries' rotary positions are ahead of their order.
@@ -65,8 +66,10 @@ def visibility(
   if window:
     seen &= q_BT1 + ahead - k_B1S < window
   if keys.visible is not None:
-    itself = jnp.eye(queries.segments.shape[1], keys.segments.shape[1], dtype=bool)
-    seen &= keys.visible[:, None] | itself[None]
+    visible = keys.visible[:, None]
+    if queries.visible is not None:
+      visible |= jnp.eye(visible.shape[-1], dtype=bool)[None]
+    seen &= visible
   return jax.reshard(seen, jax.P(mesh.BATCH, 'context', None))
 
 

@@ -8,14 +8,18 @@ def widen(tree):
   return jax.tree.map(lambda x: np.asarray(x, np.float64), jax.device_get(tree))
 
 
-def filled(abstract, seed=0):
-  """Parameters for these shapes; no gain is one and no bias zero, so that all matter."""
+def filled(abstract, seed=0, plain=False):
+  """Parameters for these shapes; no gain is one and no bias zero, so that all matter.
+
+  Much quicker than compiling a model's own initialisation. `plain`: gains are one.
+  """
   rng = np.random.default_rng(seed)
 
   def one(path, x):
     name = path[-1].key
     if name.startswith(('gain', 'bias')):
       value = rng.uniform(0.4, 1.4, x.shape) * rng.choice([-1, 1], x.shape)
+      value = np.full(x.shape, float(name.startswith('gain'))) if plain else value
     elif name.startswith('w_'):
       value = rng.normal(size=x.shape) * 0.25
     else:

@@ -1,0 +1,128 @@
+"""Figures for people, as PNG."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Okabe & Ito's palette (2008), told apart with every common colour blindness.
+_COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#000000')
+
+
+def loss_figure(metrics: Sequence[Mapping[str, Any]], path: str | os.PathLike) -> None:
+  """Draws loss by depth over the steps as a PNG: training and held-out, and λ below.
+
+  Raises:
+    ValueError: No line has `loss_by_depth`.
+  """
+  from matplotlib.figure import Figure  # slow to import, and few commands draw
+
+  lines = [row for row in metrics if row.get('loss_by_depth')]
+  if not lines:
+    raise ValueError(f'no loss_by_depth among {len(metrics)} lines: nothing to draw')
+  train = [row for row in lines if row.get('split', 'train') == 'train']
+  held = [row for row in lines if row.get('split') == 'heldout']
+  weights: dict[str, list[tuple[int, float]]] = {}
+  for row in train:
+    for name, value in (row.get('lambda') or {}).items():
+      weights.setdefault(name, []).append((row['step'], _number(value)))
+  figure = Figure(figsize=(7.2, 4.8 if weights else 4.0), dpi=160, layout='constrained')
+  if weights:
+    top, bottom = figure.subplots(2, sharex=True, height_ratios=[5, 1])
+  else:
+    top = bottom = figure.subplots()
+  for axes in {top, bottom}:
+    axes.spines[['top', 'right']].set_visible(False)
+    axes.grid(axis='y', color='0.9', linewidth=0.8)
+    axes.set_axisbelow(True)
+
+  ends, smoothed = [], []
+  for depth in range(max(len(row['loss_by_depth']) for row in lines)):
+    colour = _COLOURS[depth % len(_COLOURS)]
+    steps, raw = _curve(train, depth)
+    points, values = _curve(held, depth)
+    smooth = _smooth(raw)
+    smoothed += [*smooth, *values]
+    top.plot(steps, raw, color=colour, alpha=0.22, linewidth=0.8)
+    top.plot(steps, smooth, color=colour, linewidth=1.8)
+    top.plot(
+      points, values, 'o', color=colour, markersize=5, markeredgecolor='white', zorder=3
+    )
+    last = [y for y in (smooth if len(smooth) else values) if math.isfinite(y)][-1:]
+    ends += [(last[0], depth, colour)] if last else []
+  _limit(top, smoothed)
+  _label_ends(top, ends)
+  top.set_ylabel('loss (nats per token)')
+  if held:
+    notes = [('train, smoothed', '-', None), ('held out', '', 'o')]
+    for text, style, marker in notes:
+      top.plot([], [], linestyle=style, marker=marker, color='0.35', label=text)
+    top.legend(frameon=False, loc='upper right')
+  for index, (name, values) in enumerate(sorted(weights.items())):
+    style = ('-', '--', ':', '-.')[index % 4]
+    bottom.plot(*zip(*values, strict=True), style, color='0.25', label=name)
+  if weights:
+    bottom.set_ylabel('λ', rotation=0, labelpad=12)
+    top_weight = max(y for line in bottom.lines for y in np.ravel(line.get_ydata()))
+    bottom.set_ylim(0, 1.25 * top_weight or 1)
+    if len(weights) > 1:
+      bottom.legend(frameon=False, fontsize='small', ncols=len(weights))
+  top.margins(x=0.01)
+  bottom.margins(x=0.01)
+  bottom.set_xlabel('step')
+  Path(path).parent.mkdir(parents=True, exist_ok=True)
+  figure.savefig(path, format='png')
+
+
+def _number(value: Any) -> float:
+  return math.nan if value is None else float(value)
+
+
+def _curve(rows: Iterable[Mapping[str, Any]], depth: int) -> tuple[list, np.ndarray]:
+  """(steps, losses) of one depth; null, which JSON has for NaN, leaves a gap."""
+  points = [
+    (row['step'], _number(row['loss_by_depth'][depth]))
+    for row in rows
+    if depth < len(row['loss_by_depth'])
+  ]
+  return [step for step, _ in points], np.array([loss for _, loss in points], float)
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+  """Mean over a centred window of a fortieth of the curve, cut off at both ends."""
+  half = len(values) // 80
+  windows = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+  return np.array([np.mean(window) for window in windows])
+
+
+def _limit(axes: Any, values: list[float]) -> None:
+  """The first steps' loss, several times the rest, must not flatten the curves."""
+  finite = np.array([y for y in values if math.isfinite(y)])
+  if len(finite):
+    low, high = float(finite.min()), float(np.quantile(finite, 0.985))
+    pad = max(high - low, 1e-3) * 0.08
+    axes.set_ylim(low - pad, high + pad)
+
+
+def _label_ends(axes: Any, ends: list[tuple[float, int, str]]) -> None:
+  """Names the curves at their right ends, pushed apart where they would overlap."""
+  low, high = axes.get_ylim()
+  gap, at = (high - low) * 0.06, -math.inf
+  for y, depth, colour in sorted(ends):
+    at = max(y, at + gap)
+    text = 'next token' if depth == 0 else f'depth {depth}'
+    axes.annotate(
+      f'{text}  {y:.2f}',
+      (1.0, at),
+      xycoords=('axes fraction', 'data'),
+      xytext=(6, 0),
+      textcoords='offset points',
+      va='center',
+      color=colour,
+      annotation_clip=False,
+    )
