@@ -82,6 +82,9 @@ def run(
         fix = f'did you mean --{" or --".join(near)}?' if near else fix
         name, value = f'--{error.flagname}', error.flagvalue.partition('=')[2]
         raise ConfigError(name, value, 'no such flag', fix) from None
+      if flags.FLAGS['verbosity'].using_default_value:
+        # Libraries' INFO lines are nothing to act on, and app.run would show them.
+        flags.FLAGS.verbosity = logging.WARNING
       if positional:
         fix = 'options are written --name=value'
         raise ConfigError('arguments', positional[0], 'not expected', fix)
@@ -110,8 +113,6 @@ def run(
         result = main(config)
     return result if type(result) is int else 0
 
-  # Libraries' INFO lines are nothing a user can act on; --verbosity=0 shows them.
-  flags.FLAGS.set_default('verbosity', logging.WARNING)
   app.run(call, argv=argv, flags_parser=parse)
 
 

@@ -181,7 +181,7 @@ def train_step(
   norm = global_norm(grads)
   if optimizer.clip is not None:
     scale = jnp.minimum(1.0, optimizer.clip / jnp.maximum(norm, 1e-12))
-    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+    grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
   rate = optimizer.rate(step, config.steps)
   trainable, frozen = split_frozen(state['params'], config.freeze_trunk)
   updates, opt = transformation(optimizer).update(grads, state['opt'], trainable)

@@ -169,10 +169,10 @@ def test_states_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
   ('fields', 'match'),
   [
-    ({'batch': 10}, 'batch=10 over shards=4: .* such as 12'),
-    ({'batch': 0}, 'batch=0 over shards=4: .* such as 4'),
-    ({'count': 3}, 'shards=4 over process_count=3: .* such as 6'),
-    ({'shards': 0}, 'shards=0 over process_count=1'),
+    ({'batch': 10}, 'data.batch=10 over data.shards=4: .* such as 12'),
+    ({'batch': 0}, 'data.batch=0 over data.shards=4: .* such as 4'),
+    ({'count': 3}, 'data.shards=4 over process_count=3: .* such as 6'),
+    ({'shards': 0}, 'data.shards=0 over process_count=1'),
     ({'index': 2, 'count': 2}, 'process_index=2 of process_count=2'),
     ({'count': 0}, 'process_count=0: must be at least 1'),
     ({'seed': -1}, 'seed=-1'),
@@ -280,7 +280,7 @@ def test_open_data_refuses_what_cannot_be_learnt(tmp_path):
     batches.open_data(_tiny(tmp_path, b'a\nb\n'), seed=0)
   for fields, match in (
     ({'length': 1}, 'length=1'),
-    ({'batch': 12}, 'batch=12 over shards=8: .* such as 16'),
+    ({'batch': 12}, 'data.batch=12 over data.shards=8: .* such as 16'),
   ):
     with pytest.raises(DataError, match=match):
       batches.open_data(_tiny(tmp_path, LINES, **fields), seed=0)

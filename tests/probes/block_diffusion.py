@@ -41,7 +41,7 @@ class BlockDiffusion(base.Objective):
     D, dtype = trunk.width, trunk.param_dtype
     self.sizes = trunk
     self.taps = config.needs(trunk).taps
-    self.w_join = blocks.normal(rngs, (2, D, D), D**-0.5, mesh.w_2DD, dtype)
+    self.w_join = blocks.normal(rngs, (2, D, D), D**-0.5, mesh.stacked(mesh.w_DD), dtype)
     self.gain_context = blocks.constant(1.0, (D,), mesh.gain, dtype)
     self.mask = blocks.normal(rngs, (D,), 0.02, mesh.gain, dtype)
     self.block = blocks.Blocks(trunk, 1, rngs)
@@ -74,17 +74,12 @@ class BlockDiffusion(base.Objective):
     _, keys, values = attention.project(w, context, batch.rows.positions, sizes)
 
     whole = batch.rows.whole()
-    B, A = batch.drawn.shape
     S = self.config.depth + 1
 
     def slots(x_BA):
-      """[B, A] -> [B, A·S]."""
-      x = jnp.broadcast_to(x_BA[:, :, None], (B, A, S), out_sharding=ids_BAS)
-      return x.reshape((B, A * S), out_sharding=mesh.ids_BT)
+      return merge(repeat(x_BA, 2, S))
 
-    ids_BAS = P(*mesh.ids_BT, None)
-    slot = jnp.broadcast_to(jnp.arange(S), (B, A, S), out_sharding=ids_BAS)
-    slot = slot.reshape((B, A * S), out_sharding=mesh.ids_BT)
+    slot = merge(repeat(jnp.zeros_like(batch.drawn), 2, S) + jnp.arange(S)[None, None])
     at = slots(pick(whole.positions, batch.drawn))
     tokens = slots(pick(jax.reshard(batch.tokens, mesh.whole_BT), batch.drawn))
     segments = slots(pick(whole.segments, batch.drawn))
@@ -94,32 +89,43 @@ class BlockDiffusion(base.Objective):
 
     def look(q, k, v):
       def own(y):
-        """Each query's block: [B, A·S, S, G, C]."""
-        spec = jax.typeof(y).sharding.spec
-        y = y.reshape(
-          (B, A, S, *y.shape[2:]), out_sharding=P(*spec[:2], None, *spec[2:])
-        )
-        shape = (B, A, S, *y.shape[2:])
-        spec = P(*spec[:2], None, None, *spec[2:])
-        y = jnp.broadcast_to(
-          y[:, :, None], (*shape[:2], S, *shape[2:]), out_sharding=spec
-        )
-        spec = P(*spec[:2], *spec[3:])
-        return y.reshape((B, A * S, *shape[2:]), out_sharding=spec)
+        """Every query's whole block: [B, A·S, S, G, C]."""
+        return merge(repeat(part(y, S), 2, S))
 
       seen = attention.visibility(queries, whole)
       mine = own(k), own(v), jnp.ones(S, bool)
-      return attention.attend(
-        q, keys, values, seen, sizes.attention_softcap, mine
-      ), None
+      cap = sizes.attention_softcap
+      return attention.attend(q, keys, values, seen, cap, mine), None
 
     x, _ = blocks.block(w, x, queries.positions, sizes, look)
     x = layers.norm(x, self.gain_out[...], eps)
-    x = x.reshape((B, A, S, x.shape[-1]), out_sharding=P(*mesh.ids_BT, None, None))
-    return base.Predictions(jnp.moveaxis(x[:, :, 1:], 2, 0))
+    return base.Predictions(jnp.moveaxis(part(x, S)[:, :, 1:], 2, 0))
 
 
 def pick(x_BT, at_BA):
   """x[b, at[b, a]], x whole in time."""
   hit = at_BA[..., None] == jnp.arange(x_BT.shape[1])[None, None]
   return jnp.sum(jnp.where(hit, x_BT[:, None], 0), -1).astype(x_BT.dtype)
+
+
+def repeat(x, axis, count):
+  """A new axis of that length."""
+  spec = list(jax.typeof(x).sharding.spec)
+  shape = (*x.shape[:axis], count, *x.shape[axis:])
+  spec.insert(axis, None)
+  return jnp.broadcast_to(jnp.expand_dims(x, axis), shape, out_sharding=P(*spec))
+
+
+def merge(x):
+  """[B, A, S, ...] -> [B, A·S, ...]; the mesh's shares of A stay where they are."""
+  B, A, S, *rest = x.shape
+  spec = jax.typeof(x).sharding.spec
+  return x.reshape((B, A * S, *rest), out_sharding=P(*spec[:2], *spec[3:]))
+
+
+def part(x, count):
+  """[B, A·S, ...] -> [B, A, S, ...]."""
+  B, N, *rest = x.shape
+  spec = jax.typeof(x).sharding.spec
+  shape = (B, N // count, count, *rest)
+  return x.reshape(shape, out_sharding=P(*spec[:2], None, *spec[2:]))

@@ -40,7 +40,7 @@ class KVSharing(base.Objective):
     def gain():
       return blocks.constant(1.0, (d,), mesh.gain, trunk.param_dtype)
 
-    self.w_pre = weight((2, D, d), 2 * D, mesh.w_2DD)
+    self.w_pre = weight((2, D, d), 2 * D, mesh.stacked(mesh.w_DD))
     self.gain_attention = gain()
     self.w_query = weight((d, H, C), d, mesh.w_DHC)
     self.w_mix = weight((H, C, d), H * C, mesh.w_HCD)

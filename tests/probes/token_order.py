@@ -1,5 +1,5 @@
-"""Token order (TOP): one more unembedding scores every token by the nearness of its next
-occurrence. It does not draft."""
+"""Token order (TOP): one more unembedding scores every token by how near its next
+occurrence is. It does not draft."""
 
 from __future__ import annotations
 

@@ -1,0 +1,413 @@
+"""Five objectives as unlike as can be, written against the contract alone.
+
+They train side by side in one model, compiled once on one device and once on eight, and
+each is checked there; alone, too, where time allows.
+"""
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from probes import block_diffusion, kv_sharing, oracle, registers, token_order
+
+from mtpjax import config as configs
+from mtpjax import losses, mesh, model, schedules, step
+from mtpjax.data import batches
+from mtpjax.drafters import sequential
+from mtpjax.fields import ConfigError
+from mtpjax.models import trunk as trunks
+
+V, B, T = 29, 4, 12
+LENGTHS = ((7, 5), (12,), (3, 1, 6), (4, 7))
+WEIGHT = schedules.Constant(0.5)
+PROBES = {
+  'sequential': sequential.Config(depth=2, weight=WEIGHT),
+  'block_diffusion': block_diffusion.Config(depth=3, rho=0.7, weight=WEIGHT),
+  'kv_sharing': kv_sharing.Config(depth=2, rho=0.5, weight=WEIGHT),
+  'token_order': token_order.Config(weight=WEIGHT),
+  'registers': registers.Config(weight=WEIGHT),
+}
+OWN = [name for name in PROBES if name != 'registers']  # with parameters of their own
+
+
+def settings(names=tuple(PROBES), freeze_trunk=False, accumulate=1):
+  config = configs.Config(
+    steps=50,
+    data=batches.Config(length=T, batch=B, shards=B),
+    trunk=trunks.Config(
+      vocab=V,
+      vocab_multiple=16,
+      width=16,
+      layers=2,
+      heads=2,
+      ffn=32,
+      embed_std=0.5,
+      remat='none',
+    ),
+    objectives=tuple(copy.deepcopy(PROBES[name]) for name in names),
+    freeze_trunk=freeze_trunk,
+    loss=losses.Config(chunk_tokens=8),
+    optimizer=step.OptimizerConfig(
+      rate=schedules.WarmupCosine(peak=1e-2, warmup=0),
+      weight_decay=0.0,
+      clip=None,
+      accumulate=accumulate,
+    ),
+  )
+  return configs.finalize(config)
+
+
+def arrays():
+  """Packed rows of a sequence in which each token follows from the one before."""
+  rng = np.random.default_rng(3)
+  shape = (B, T)
+  found = {name: np.zeros(shape, np.int32) for name in ('tokens', 'positions')}
+  found['segments'] = np.zeros(shape, np.int32)
+  for b, row in enumerate(LENGTHS):
+    start = 0
+    for n, length in enumerate(row):
+      token = rng.integers(V)
+      for i in range(length):
+        found['tokens'][b, start + i] = token
+        found['positions'][b, start + i] = i
+        found['segments'][b, start + i] = n + 1
+        token = (2 * token + 1) % V
+      start += length
+  # Some tokens are read, never predicted.
+  found['mask'] = (found['segments'] != 0) & (rng.random(shape) < 0.85)
+  return found
+
+
+@dataclasses.dataclass
+class Run:
+  """A few steps of training.
+
+  `states` and `metrics` are those after each step, `seen` what the model computed in
+  the first: each objective's predictions, its head and its random choices.
+  """
+
+  config: Any
+  states: list
+  metrics: list
+  seen: dict
+
+  @property
+  def gradients(self):
+    """Of the first step: Adam's first moment."""
+    moment = self.states[1]['opt'][0].mu
+    return jax.tree.map(lambda m: m / (1 - self.config.optimizer.b1), moment)
+
+  def mean(self, name, at):
+    """Nats a target of each depth at that step."""
+    sums = self.metrics[at]['sums'][name]
+    return sums.nll / sums.count
+
+
+def look(graphdef, config, params, arrays, at):
+  """What the first step sees, outside of its gradient."""
+  whole = nnx.merge(graphdef, params)
+  key = jax.random.fold_in(jax.random.key(config.seed), at)
+  batch = step.to_batch(arrays, config.freeze_trunk)
+  batch, targets = model.prepare(whole, batch, key)
+  out = whole.trunk(batch.tokens, batch.rows, whole.needs)
+  seen = {'batch': batch, 'counts': {k: t.counts for k, t in targets.items()}}
+  seen['next'] = {'hidden': whole.trunk.final_norm(out.hidden)[None]}
+  for _, name, part in whole.parts():
+    own = dataclasses.replace(batch, drawn=batch.drawn[name])
+    predicted = part.predict(whole.trunk, out, own, at, None)
+    seen[name] = {'hidden': predicted.hidden, 'drawn': own.drawn}
+    if predicted.head is not None:
+      seen[name]['w_VD'] = predicted.head.w_VD
+  return seen
+
+
+def train(steps=6, **changes):
+  config = settings(**changes)
+  graphdef, abstract, _ = model.init(config.trunk, config.parts(), config.seed)
+  params = oracle.filled(abstract, plain=True)
+  state = step.init_state(params, config.optimizer, config.freeze_trunk)
+  batch = step.put(arrays())
+
+  @jax.jit
+  def both(state, batch):
+    seen = look(graphdef, config, state['params'], batch, state['step'])
+    return *step.train_step(graphdef, config, state, batch), seen
+
+  states, metrics, first = [jax.device_get(state)], [], None
+  for _ in range(steps):
+    state, metric, seen = both(state, batch)
+    states.append(jax.device_get(state))
+    metrics.append(jax.device_get(metric))
+    first = jax.device_get(seen) if first is None else first
+  return Run(config, states, metrics, first)
+
+
+def on_one_device(**changes):
+  with jax.set_mesh(mesh.make(mesh.Config(), jax.devices()[:1])):
+    return train(**changes)
+
+
+@pytest.fixture(scope='module')
+def together():
+  return on_one_device()
+
+
+# ------------------------------------------------------------------------------ oracle
+
+
+def next_tokens(b, i, first, last):
+  """[(d, token)] for the tokens d = first..last after i that may be predicted."""
+  row = {name: x[b] for name, x in arrays().items()}
+  return [
+    (d, row['tokens'][i + d])
+    for d in range(first, last + 1)
+    if i + d < T
+    and row['segments'][i] == row['segments'][i + d] != 0
+    and row['mask'][i + d]
+  ]
+
+
+def values_next(seen, log_p):
+  for b, i in np.ndindex(B, T):
+    for _, token in next_tokens(b, i, 1, 1):
+      yield 0, -log_p[0, b, i, token]
+
+
+def values_depths(seen, log_p):
+  """Sequential and KV-sharing: depth k at i predicts t[i+k+1]."""
+  for b, i in np.ndindex(B, T):
+    for d, token in next_tokens(b, i, 2, 3):
+      yield d - 2, -log_p[d - 2, b, i, token]
+
+
+def values_block_diffusion(seen, log_p):
+  """Slot j of an anchor predicts t[anchor + j]."""
+  for b, a in np.ndindex(*seen['drawn'].shape):
+    for d, token in next_tokens(b, seen['drawn'][b, a], 1, 3):
+      yield d - 1, -log_p[d - 1, b, a, token]
+
+
+def values_token_order(seen, log_p):
+  window = PROBES['token_order'].window
+  for b, i in np.ndindex(B, T):
+    nearest = {}
+    for d, token in next_tokens(b, i, 1, window):
+      nearest.setdefault(token, d)
+    if nearest:
+      raw = {token: np.exp(window - d) for token, d in nearest.items()}
+      total = sum(raw.values())
+      yield 0, -sum(p / total * log_p[0, b, i, t] for t, p in raw.items())
+
+
+def values_registers(seen, log_p):
+  """The register of i stands T further on, at the position before its target's."""
+  for b, i in np.ndindex(B, T):
+    distance = seen['positions'][b, T + i] - seen['positions'][b, i] + 1
+    for _, token in next_tokens(b, i, distance, distance):
+      yield 0, -log_p[0, b, T + i, token]
+
+
+VALUES = {
+  'next': values_next,
+  'sequential': values_depths,
+  'kv_sharing': values_depths,
+  'block_diffusion': values_block_diffusion,
+  'token_order': values_token_order,
+  'registers': values_registers,
+}
+
+
+def means(run, name):
+  """(mean, count) of each depth, from the first step's hidden states alone."""
+  seen = oracle.widen(run.seen[name])
+  if name == 'block_diffusion':
+    seen['drawn'] = run.seen[name]['drawn']
+  seen['positions'] = run.seen['batch'].rows.positions
+  unembedding = run.states[0]['params']['trunk']['unembedding']
+  w_VD = seen.get('w_VD', np.asarray(unembedding, np.float64))
+  log_p = oracle.log_softmax(seen['hidden'], w_VD, V)
+  depth = PROBES[name].depth if name in PROBES else 1
+  found = [[] for _ in range(depth)]
+  for k, value in VALUES[name](seen, log_p):
+    found[k].append(value)
+  return [np.mean(x) for x in found], [len(x) for x in found]
+
+
+# ------------------------------------------------------------------- side by side, once
+
+
+@pytest.mark.parametrize('name', ['next', *PROBES])
+def test_each_loss_is_that_of_a_loop_over_its_hidden_states(name, together):
+  mean, count = means(together, name)
+  assert min(count) > 3
+  np.testing.assert_array_equal(together.metrics[0]['sums'][name].count, count)
+  np.testing.assert_allclose(together.mean(name, 0), mean, rtol=2e-5)
+
+
+def test_the_total_weighs_each_depth_by_its_own_mean(together):
+  total = means(together, 'next')[0][0]
+  for name, config in PROBES.items():
+    raw = config.rho ** np.arange(config.depth)
+    total += 0.5 * np.dot(raw / raw.sum(), means(together, name)[0])
+  np.testing.assert_allclose(together.metrics[0]['loss'], total, rtol=2e-5)
+
+
+@pytest.mark.parametrize('name', ['trunk', *OWN])
+def test_gradients_are_finite_and_reach_every_parameter(name, together):
+  parts = together.gradients
+  tree = parts['trunk'] if name == 'trunk' else parts['objectives'][name]
+  for path, gradient in jax.tree_util.tree_leaves_with_path(tree):
+    assert np.isfinite(gradient).all(), path
+    assert np.abs(gradient).max() > 1e-6, path
+
+
+def test_the_register_token_learns_in_a_row_that_is_never_scored(together):
+  table = together.gradients['trunk']['embedding']
+  assert np.abs(table[V]).max() > 1e-4
+  assert not table[V + 1 :].any()
+  assert not together.gradients['trunk']['unembedding'][V:].any()
+
+
+@pytest.mark.parametrize('name', ['next', *PROBES])
+def test_training_lowers_each_loss(name, together):
+  assert (together.mean(name, -1) < together.mean(name, 0) - 0.1).all()
+
+
+def test_registers_change_nothing_for_ordinary_tokens(together):
+  trunk = {'trunk': together.states[0]['params']['trunk']}
+  with jax.set_mesh(mesh.make(mesh.Config(), jax.devices()[:1])):
+    graphdef, _, _ = model.init(together.config.trunk, {}, 0)
+    run = jax.jit(functools.partial(look, graphdef, together.config))
+    plain = run(trunk, step.put(arrays()), jnp.int32(0))['next']['hidden']
+  got = together.seen['next']['hidden']
+  assert got.shape[2] == 2 * T
+  np.testing.assert_allclose(got[:, :, :T], plain, atol=1e-6)
+
+
+def test_anchors_are_distinct_tokens_of_documents(together):
+  anchors = together.seen['block_diffusion']['drawn']
+  for b, row in enumerate(LENGTHS):
+    assert len(set(anchors[b])) == 4
+    assert max(anchors[b]) < sum(row)
+
+
+def test_eight_devices_with_two_microbatches_give_what_one_device_gives(together):
+  """Random choices are drawn for the whole batch, before it is split."""
+  with jax.set_mesh(mesh.make(mesh.Config(fsdp=2, tensor=2, context=2))):
+    got = train(steps=1, accumulate=2)
+  same(got, together)
+
+
+def same(got, expected, names=('next', *PROBES)):
+  np.testing.assert_array_equal(
+    got.seen['block_diffusion']['drawn'], expected.seen['block_diffusion']['drawn']
+  )
+  np.testing.assert_allclose(
+    got.metrics[0]['loss'], expected.metrics[0]['loss'], rtol=1e-5
+  )
+  for name in names:
+    np.testing.assert_allclose(got.mean(name, 0), expected.mean(name, 0), rtol=1e-5)
+
+  def check(path, a, b):
+    name = jax.tree_util.keystr(path)
+    np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max(), err_msg=name)
+
+  jax.tree_util.tree_map_with_path(check, got.gradients, expected.gradients)
+
+
+def test_a_frozen_trunk_stays_bit_identical_while_the_objectives_learn():
+  frozen = on_one_device(freeze_trunk=True)
+  first, last = frozen.states[0]['params'], frozen.states[-1]['params']
+  jax.tree.map(np.testing.assert_array_equal, last['trunk'], first['trunk'])
+  assert 'trunk' not in frozen.states[0]['opt'][0].mu
+  for name in OWN:
+    assert (frozen.mean(name, -1) < frozen.mean(name, 0)).all()
+    changed = jax.tree.map(
+      lambda a, b: bool((a != b).any()),
+      last['objectives'][name],
+      first['objectives'][name],
+    )
+    assert all(jax.tree.leaves(changed)), name
+  np.testing.assert_array_equal(frozen.mean('registers', -1).shape, (1,))
+
+
+@pytest.mark.parametrize('name', PROBES)
+def test_evaluation_traces_without_a_key_and_trusts_ids_only_where_they_are_tokens(
+  name,
+):
+  with jax.set_mesh(mesh.make(mesh.Config(), jax.devices()[:1])):
+    config = settings(names=(name,))
+    graphdef, abstract, _ = model.init(config.trunk, config.parts(), config.seed)
+    lengths = jnp.ones(V, jnp.int32)
+    run = functools.partial(step.eval_step, graphdef, config, lengths)
+    sums, sizes = jax.eval_shape(run, abstract, step.abstract_arrays(config))
+  assert sums[name].nll.shape == (PROBES[name].depth,)
+  assert set(sizes) == {'next', name} - {'token_order'}
+
+
+def test_registers_need_a_spare_row_of_the_table():
+  trunk = trunks.Config(vocab=32, vocab_multiple=16)
+  trunk.finalize()
+  with pytest.raises(ConfigError, match='does not divide 32'):
+    registers.Config().finalize(trunk, 'registers')
+
+
+# ------------------------------------------------------------------------ one at a time
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', PROBES)
+def test_each_probe_alone_trains_and_gives_the_loss_it_gives_among_others(
+  name, together
+):
+  alone = on_one_device(names=(name,), steps=8)
+  mean, _ = means(alone, name)
+  np.testing.assert_allclose(alone.mean(name, 0), mean, rtol=2e-5)
+  if name not in ('block_diffusion', 'registers'):  # these draw from another key
+    np.testing.assert_allclose(alone.mean(name, 0), together.mean(name, 0), rtol=1e-5)
+  assert (alone.mean(name, -1) < alone.mean(name, 0) - 0.1).all()
+  own = alone.gradients.get('objectives', {})
+  assert set(own) == {name} - {'registers'}
+  for path, gradient in jax.tree_util.tree_leaves_with_path(own):
+    assert np.isfinite(gradient).all() and gradient.any(), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', PROBES)
+def test_each_probe_alone_on_a_frozen_trunk(name):
+  frozen = on_one_device(names=(name,), freeze_trunk=True)
+  first, last = frozen.states[0]['params'], frozen.states[-1]['params']
+  jax.tree.map(np.testing.assert_array_equal, last['trunk'], first['trunk'])
+  if name in OWN:
+    assert (frozen.mean(name, -1) < frozen.mean(name, 0)).all()
+
+
+@pytest.mark.slow
+def test_two_microbatches_give_what_one_gives(together):
+  same(on_one_device(steps=1, accumulate=2), together)
+
+
+@pytest.mark.slow
+def test_eight_devices_give_what_one_gives(together):
+  with jax.set_mesh(mesh.make(mesh.Config(fsdp=2, tensor=2, context=2))):
+    same(train(steps=1), together)
+
+
+@pytest.mark.slow
+def test_initialisation_makes_every_parameter_in_its_sharded_place():
+  with jax.set_mesh(mesh.make(mesh.Config(fsdp=2, tensor=2, context=2))):
+    config = settings()
+    _, abstract, make = model.init(config.trunk, config.parts(), config.seed)
+    params = make()
+  for (path, x), a in zip(
+    jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(abstract), strict=True
+  ):
+    assert (x.shape, x.dtype) == (a.shape, a.dtype), path
+    assert x.sharding.spec == a.sharding.spec, path
+    assert np.isfinite(x).all(), path
