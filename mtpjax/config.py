@@ -68,9 +68,9 @@ def finalize(config: Config, vocab: int | None = None) -> Config:
   if not 0 <= config.seed < 2**32:
     raise ConfigError('seed', config.seed, 'is no seed', 'use one in 0 … 2³² - 1')
   config.trunk.finalize(vocab)
-  for name, objective in config.parts().items():
-    objective.finalize(config.trunk, 'drafter' if name == 'drafter' else name)
-    _check_needs(name, objective, config.trunk)
+  for field, objective in zip(_paths(config), config.parts().values(), strict=True):
+    objective.finalize(config.trunk, field)
+  _check_needs(config)
   if config.freeze_trunk and not config.parts():
     raise ConfigError(
       'freeze_trunk', True, 'leaves nothing to train', 'set a drafter or False'
@@ -84,21 +84,31 @@ def finalize(config: Config, vocab: int | None = None) -> Config:
   return config
 
 
-def _check_needs(name: str, objective: base.Config, sizes: trunk.Config) -> None:
-  needs = objective.needs(sizes)
-  left = sizes.layers - needs.layers_given_up
-  for field, numbers, limit in (
-    ('taps', needs.taps, left),
-    ('kv_layers', needs.kv_layers, left - 1),
-  ):
-    for number in numbers:
-      if not 0 <= number <= limit:
-        raise ConfigError(
-          f'{name}.{field}',
-          number,
-          f'is no layer of a trunk of {left}',
-          f'use 0 … {limit}',
-        )
+def _paths(config: Config) -> list[str]:
+  """Where `Config.parts` are in the tree, as `fields.override` writes it."""
+  drafter = [] if config.drafter is None else ['drafter']
+  return drafter + [f'objectives[{n}]' for n in range(len(config.objectives))]
+
+
+def _check_needs(config: Config) -> None:
+  """Layers are numbered as in `model.Model`, once all that are given up are gone."""
+  sizes, parts = config.trunk, config.parts()
+  gives = {name: part.needs(sizes).layers_given_up for name, part in parts.items()}
+  left = sizes.layers - max(gives.values(), default=0)
+  for path, (name, part) in zip(_paths(config), parts.items(), strict=True):
+    needs = part.needs(dataclasses.replace(sizes, layers=left + gives[name]))
+    for field, numbers, limit in (
+      ('taps', needs.taps, left),
+      ('kv_layers', needs.kv_layers, left - 1),
+    ):
+      for number in numbers:
+        if not 0 <= number <= limit:
+          raise ConfigError(
+            f'{path}.{field}',
+            number,
+            f'is no layer of a trunk of {left}',
+            f'use 0 … {limit}',
+          )
 
 
 def _check_mesh(config: Config) -> None:

@@ -37,7 +37,8 @@ def evaluate(
     out = jax.tree.map(lambda x: np.asarray(x, np.float64), out)
     total = out if total is None else jax.tree.map(np.add, total, out)
   if total is None:
-    return {'loss': None, 'loss_by_depth': [], 'counts_by_depth': []}
+    names = ('loss', 'agreement', 'counts', 'bits_per_byte')
+    return {'loss': None, **{f'{n}_by_depth': [] for n in names}, 'objectives': {}}
   sums, lengths = total
   tables = {name: _means(sums[name], lengths.get(name)) for name in sums}
   first, drafter = tables.pop(NEXT), tables.pop('drafter', {})

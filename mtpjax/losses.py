@@ -62,8 +62,8 @@ class Targets:
 def shift(x_BT: Array, by: int) -> Array:
   """x[i + by], zeros (False) beyond the row. For integers and masks only."""
   x = jax.reshard(x_BT, mesh.whole_BT)
-  by = min(by, x.shape[1])
-  x = jnp.concatenate([x[:, by:], jnp.zeros_like(x[:, :by])], 1)
+  # Padded before it is sliced: a slice of one row and one token loses its sharding.
+  x = jnp.pad(x, ((0, 0), (0, min(by, x.shape[1]))))[:, -x.shape[1] :]
   return jax.reshard(x, mesh.ids_BT)
 
 
@@ -214,7 +214,7 @@ def fused(
 
   w_VD = mesh.gathered(head.w_VD.astype(hidden_KBTD.dtype))
   # pyright takes a custom_vjp for the partial that made it.
-  total, sums = cast(Any, _fused)(
+  total, (nll, correct) = cast(Any, _fused)(
     split(hidden_KBTD),
     w_VD,
     jax.tree.map(split, targets.ids),
@@ -222,7 +222,7 @@ def fused(
     split(targets.valid),
     _Static(head.vocab, head.softcap, loss, trains_head or (True,) * K),
   )
-  return total, Sums(*sums, targets.counts)
+  return total, Sums(nll, correct, targets.counts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,23 +17,26 @@ class TrainingError(RuntimeError):
 
 
 class Training:
-  """Gathers steps' metrics as (sum, count); `flush` gives a line and starts anew.
-
-  Attributes:
-    last: the last line.
-  """
+  """Gathers steps' metrics as (sum, count); `flush` gives a line and starts anew."""
 
   def __init__(self):
-    self.last: dict[str, Any] = {}
     self._meter = Meter()
     self._tokens = self._all_tokens = 0
-    self._began = self._window = time.monotonic()
+    self._began = self._window = self._ended = time.monotonic()
 
   @property
   def tokens_per_second(self) -> float | None:
     """Real tokens over the time from the first step to the last, all processes."""
-    seconds = time.monotonic() - self._began
+    seconds = max(self._ended - self._began, 1e-9)
     return self._all_tokens / seconds if self._all_tokens else None
+
+  def get_state(self) -> dict[str, Any]:
+    """The steps since the last line, as JSON, for a run that goes on from here."""
+    return self._meter.get_state()
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    for name, (total, count) in state.items():
+      self._meter.add(name, total, count)
 
   def add(self, step: int, out: dict, tokens: int) -> dict[str, Any]:
     """Adds one step's metrics, on the host; returns what a progress line shows.
@@ -56,6 +59,7 @@ class Training:
     self._meter.add('grad_norm', out['grad_norm'])
     self._tokens += tokens * jax.process_count()
     self._all_tokens += tokens * jax.process_count()
+    self._ended = time.monotonic()
     self._now = {
       'lambda': {name: float(x) for name, x in out['lambda'].items()},
       'learning_rate': float(out['rate']),
@@ -63,9 +67,9 @@ class Training:
     return self._line()
 
   def flush(self) -> dict[str, Any]:
-    self.last = self._line()
+    line = self._line()
     self._meter, self._tokens, self._window = Meter(), 0, time.monotonic()
-    return self.last
+    return line
 
   def _line(self) -> dict[str, Any]:
     means, parts = self._meter.means(), {}

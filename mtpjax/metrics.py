@@ -46,6 +46,10 @@ class Meter:
     for name, (total, count) in other._totals.items():
       self.add(name, total, count)
 
+  def get_state(self) -> dict[str, Any]:
+    """As JSON: {name: [total, count]}, which `add` takes back exactly."""
+    return {name: [s.tolist(), n.tolist()] for name, (s, n) in self._totals.items()}
+
   def count(self, name: str) -> Any:
     return self._totals[name][1].tolist()
 
@@ -106,7 +110,8 @@ class Writer:
   """Appends metrics to WORKDIR/metrics.jsonl and as TensorBoard events.
 
   Lines past `resume_step`, which a crashed run wrote after its last checkpoint, are
-  dropped: the file reads as if nothing had happened. Only process 0 writes.
+  dropped, and so are those on held-out data at `resume_step`, as it is evaluated again:
+  the file reads as if nothing had happened. Only process 0 writes.
   """
 
   def __init__(self, workdir: str | os.PathLike, resume_step: int | None = None):
@@ -118,7 +123,12 @@ class Writer:
     workdir.mkdir(parents=True, exist_ok=True)
     start = 0 if resume_step is None else resume_step
     if self.path.exists():
-      kept = [r for r in read_metrics(self.path) if r.get('step', 0) <= start]
+      # A checkpoint is made after its step's line, and evaluated later still.
+      kept = [
+        row
+        for row in read_metrics(self.path)
+        if row.get('step', 0) < start + (row.get('split') != 'heldout')
+      ]
       _replace(self.path, ''.join(to_json(row) + '\n' for row in kept))
     self._file = self.path.open('a', encoding='utf-8', newline='\n')
     # purge_step tells TensorBoard to forget the dropped steps' events as well.

@@ -78,7 +78,7 @@ def main(config: configs.Config) -> int:
   restored = saved.restore(abstract_state)
   if restored is not None:
     state, start = restored.state, restored.step
-    rows.set_state(restored.data_state)
+    rows.set_state(restored.data_state['rows'])
     say(f'resuming {directory} at step {start}')
   else:
     state, start = jax.jit(init_state)(make_params()), 0
@@ -94,6 +94,8 @@ def main(config: configs.Config) -> int:
 
   # --- Training. A step's metrics are fetched once the next has been dispatched.
   meter, pending = meters.Training(), None
+  if restored is not None:
+    meter.set_state(restored.data_state['meter'])
   with (
     saved,
     metrics.Writer(directory, start if restored else None) as writer,
@@ -112,12 +114,14 @@ def main(config: configs.Config) -> int:
       if pending:
         record(*pending)
       pending = done, out, np.count_nonzero(arrays['segments'])
-      last = done == config.steps or signals
+      stopping = bool(signals)  # asked once: it may change at any line
+      last = done == config.steps or stopping
       if done % config.checkpoint.every == 0 or last:
         record(*pending)  # a checkpoint is only made of a step known to be sound
         pending = None
-        saved.save(done, state, rows.get_state(), wait=bool(last))
-      if signals:
+        position = {'rows': rows.get_state(), 'meter': meter.get_state()}
+        saved.save(done, state, position, wait=last)
+      if stopping:
         say(f'SIGTERM: saved step {done} in {directory}; the same command goes on')
         return 0
 
@@ -133,10 +137,11 @@ def main(config: configs.Config) -> int:
       writer.write(config.steps, {'split': 'heldout', **result})
   if jax.process_index() == 0:
     lines = metrics.read_metrics(directory / 'metrics.jsonl')
+    trained = [line for line in lines if 'split' not in line]
     figures.loss_figure(lines, directory / 'loss.png')
     summary = {
       **result,
-      'train_loss_by_depth': meter.last.get('loss_by_depth'),
+      'train_loss_by_depth': trained[-1]['loss_by_depth'] if trained else None,
       'steps': config.steps,
       'resumed_at': start or None,
       'seconds': time.monotonic() - began,

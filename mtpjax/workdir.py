@@ -34,21 +34,32 @@ def claim(workdir: str, config: configs.Config) -> Path:
   try:
     if saved.exists():
       _same(json.loads(saved.read_text('utf-8')), new, path)
-    elif path.exists() and any(path.iterdir()):
+    elif path.exists() and any(not _torn(file) for file in path.iterdir()):
       raise WorkdirError(
         f'--workdir={workdir} holds files but no run of ours; use an empty directory'
       )
     if jax.process_index() == 0:
       path.mkdir(parents=True, exist_ok=True)
       metrics.write_summary(saved, new)
-  except (OSError, json.JSONDecodeError) as error:
+  except WorkdirError:
+    raise
+  except (OSError, ValueError) as error:  # no text and no JSON among them
     raise WorkdirError(
       f'--workdir={workdir} cannot be used: {error}; choose another directory'
     ) from error
   return path
 
 
-def _same(old: dict[str, Any], new: dict[str, Any], path: Path) -> None:
+def _torn(file: Path) -> bool:
+  """A run killed while it wrote its very first file leaves this."""
+  return file.name.startswith('config.json.part-')
+
+
+def _same(old: Any, new: dict[str, Any], path: Path) -> None:
+  if not isinstance(old, dict) or old.get('class') != new['class']:
+    raise WorkdirError(
+      f'--workdir={path} holds a config.json that is not ours; use an empty directory'
+    )
   kept = {k: v for k, v in old.items() if k not in configs.FREE}
   wanted = {k: v for k, v in new.items() if k not in configs.FREE}
   if differing := fields.differences(kept, wanted):

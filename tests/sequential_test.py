@@ -20,6 +20,7 @@ from mtpjax.models.attention import Rows
 from mtpjax.models.trunk import TrunkOutput
 
 V, T, D = 37, 16, 16
+WINDOW = 2  # of the last layer
 # Documents of each packed row; what is left of the row is padding.
 LENGTHS = ((6, 1, 7), (2, 4, 10))
 CONFIGS = {
@@ -55,7 +56,7 @@ def sizes(**changes):
     ffn=24,
     qk_norm=True,
     qkv_bias=True,
-    windows=(0, 3),
+    windows=(0, WINDOW),
     attention_softcap=5.0,
     embed_std=0.5,
     remat='none',
@@ -166,7 +167,7 @@ def module(config, trunk, w, h, token, position, table, keys, values):
 def one_document(config, trunk, params, hidden_ND, tokens_N):
   """{(k, i): prediction}, k from 0, of a document alone, token by token."""
   w, shared = params['objectives']['drafter'], params['trunk']
-  window = 3 if config.block == 'trunk' else 0
+  window = WINDOW if config.block == 'trunk' else 0
   h0 = hidden_ND
   if config.hidden_norm == 'post':
     h0 = [oracle.norm(h, shared['gain_final']) for h in hidden_ND]
@@ -303,18 +304,28 @@ def on_one_device(attend, kv_heads=2):
   return pulled_back(config, sizes(kv_heads=kv_heads))
 
 
-@pytest.mark.parametrize(
-  'attend, kv_heads',
-  [
-    ('rows', 2),
-    pytest.param('rows', 1, marks=pytest.mark.slow),
-    pytest.param('depth', 2, marks=pytest.mark.slow),  # as contract_test's, by default
-  ],
-)
-def test_eight_devices_and_remat_give_what_one_device_gives(attend, kv_heads):
+EIGHT = mesh.Config(fsdp=2, tensor=2, context=2)
+
+
+@pytest.mark.parametrize('name', ['defaults', 'rows'])
+def test_eight_devices_predict_what_one_device_predicts(name, rng):
+  packed_rows, hidden = packed(rng), hiddens(rng)
+  params, run = compiled(name)
+  expected = np.asarray(run(params, hidden, on_mesh(*packed_rows)))
+  with jax.set_mesh(mesh.make(EIGHT)):
+    graphdef, params = build(sequential.Config(**{'depth': 3, **CONFIGS[name]}))
+    run = jax.jit(functools.partial(predict, graphdef))
+    got = np.asarray(run(params, hidden, on_mesh(*packed_rows)))
+  valid = valid_inputs(packed_rows[2], 3)
+  np.testing.assert_allclose(got[valid], expected[valid], atol=1e-5)
+
+
+# By default contract_test compares the gradients of 'rows', among others.
+@pytest.mark.slow
+@pytest.mark.parametrize('attend, kv_heads', [('depth', 2), ('rows', 2), ('rows', 1)])
+def test_eight_devices_and_remat_give_the_gradients_of_one_device(attend, kv_heads):
   expected = on_one_device(attend, kv_heads)
-  layout = mesh.Config(fsdp=2, tensor=2, context=2)
-  with jax.set_mesh(mesh.make(layout)):
+  with jax.set_mesh(mesh.make(EIGHT)):
     config = sequential.Config(depth=3, attend=attend)
     got = pulled_back(config, sizes(kv_heads=kv_heads, remat='full'))
 

@@ -1,4 +1,4 @@
-"""The train step: gradients however they are dealt, and the update, against formulas."""
+"""The train step: gradients however they are dealt, and updates, against formulas."""
 
 import functools
 import math
@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -20,7 +21,16 @@ from mtpjax.step import OptimizerConfig
 B, T, V = 8, 16, 83
 # Lengths of the documents by row. Depth 1 has 6 targets, all in rows 0 and 2: none in
 # the second half of the batch (a shard of two), none in odd rows (a microbatch of two).
-DOCUMENTS = [(6, 2, 2, 2, 1), (2, 2, 1), (4, 1, 2), (2,), (2, 2), (1, 2, 2, 2), (), (2,)]
+DOCUMENTS = [
+  (6, 2, 2, 2, 1),
+  (2, 2, 1),
+  (4, 1, 2),
+  (2,),
+  (2, 2),
+  (1, 2, 2, 2),
+  (),
+  (2,),
+]
 
 
 def settings(dtype='float64', **changes):
@@ -150,7 +160,9 @@ def test_the_gradient_is_the_slope_in_random_directions(alone):
         return float(run({**params, part: moved}, arrays, jnp.int32(0))[0])
 
       slope = (total(size) - total(-size)) / (2 * size)
-    along = sum(jax.tree.leaves(jax.tree.map(lambda g, d: np.sum(g * d), grads[part], way)))
+    along = sum(
+      jax.tree.leaves(jax.tree.map(lambda g, d: np.sum(g * d), grads[part], way))
+    )
     assert along == pytest.approx(slope, rel=1e-6)
 
 
@@ -228,30 +240,28 @@ def test_without_detaching_every_parameter_learns(attached):
 
 
 @pytest.mark.parametrize(
-  ('detach', 'still'),
+  'detach',
   [
-    # The trunk's layers are reached only through the hidden state.
-    ('hidden', {'trunk.embedding', 'trunk.unembedding'}),
-    ('embedding', {'trunk.embedding', 'trunk.unembedding', 'trunk.gain_final'}),
-    ('head', {'trunk.embedding', 'trunk.gain_final'}),
+    ('hidden',),
+    ('embedding', 'head'),
+    pytest.param(('embedding',), marks=pytest.mark.slow),
+    pytest.param(('head',), marks=pytest.mark.slow),
   ],
 )
-def test_a_detached_tensor_gets_no_gradient_and_the_others_theirs(
-  detach, still, attached
-):
+def test_a_detached_tensor_gets_no_gradient_and_the_others_theirs(detach, attached):
   with on():
-    got = named(drafter_gradient((detach,)))
-  through = {name for name in got if name.startswith('trunk.blocks')}
-  if detach != 'hidden':
-    still = still | through
-  for name, g in got.items():
-    assert np.any(g) == (name in still or name.startswith('objectives')), name
-    if name != 'trunk.embedding' and np.any(g):  # whatever is reached is unchanged
-      np.testing.assert_allclose(g, attached[name], rtol=1e-4, atol=1e-6)
-  if detach == 'head':
-    assert_same(got['trunk.embedding'], attached['trunk.embedding'], 1e-5)
-  else:
-    assert not np.allclose(got['trunk.embedding'], attached['trunk.embedding'], 1e-2)
+    got = named(drafter_gradient(detach))
+  none = {'trunk.unembedding'} if 'head' in detach else set()
+  if 'hidden' in detach:  # nothing else reaches the trunk's layers
+    none |= {name for name in got if name.startswith('trunk.blocks')}
+    none |= {'trunk.gain_final'}
+  assert {name for name, g in got.items() if not np.any(g)} == none
+  # The embedding is read twice, at the trunk's start and by the drafter.
+  before, after = attached['trunk.embedding'], got.pop('trunk.embedding')
+  changes = 'hidden' in detach or 'embedding' in detach
+  assert np.allclose(after, before, rtol=1e-2, atol=1e-6) != changes
+  for name in got.keys() - none:
+    np.testing.assert_allclose(got[name], attached[name], rtol=1e-4, atol=1e-6)
 
 
 # --------------------------------------------------------------------------- the update
@@ -288,7 +298,14 @@ def test_three_steps_are_those_of_adamw_and_one_compilation(alone):
       for name, g in grads.items():
         decay = 0.1 if name.rpartition('.')[2].startswith('w_') else 0.0
         moved = adamw(
-          want[name], m[name], v[name], g * 0.5 / norm, n + 1, rate, decay, config.optimizer
+          want[name],
+          m[name],
+          v[name],
+          g * 0.5 / norm,
+          n + 1,
+          rate,
+          decay,
+          config.optimizer,
         )
         want[name], m, v = moved[0], {**m, name: moved[1]}, {**v, name: moved[2]}
       assert_same(named(jax.device_get(state['params'])), want)
@@ -315,7 +332,12 @@ def given_gradients(monkeypatch):
 
 def tensors(dtype):
   rng = np.random.default_rng(4)
-  shapes = {'w_up': (64, 64), 'gain_ffn': (64,), 'bias_key': (8,), 'embedding': (80, 64)}
+  shapes = {
+    'w_up': (64, 64),
+    'gain_ffn': (64,),
+    'bias_key': (8,),
+    'embedding': (80, 64),
+  }
   normal = {name: rng.normal(size=shape) for name, shape in shapes.items()}
   return {'trunk': jax.tree.map(lambda x: jnp.asarray(x, dtype), normal)}
 
@@ -337,16 +359,19 @@ def exact_norm(tree):
   return math.sqrt(sum(np.sum(x**2) for x in wide))
 
 
-def test_the_norm_and_the_clipping_of_bfloat16_are_exact_to_its_rounding(given_gradients):
+def test_the_norm_and_the_clipping_of_bfloat16_are_exact_to_its_rounding(
+  given_gradients, monkeypatch
+):
   grads = tensors('bfloat16')
   norm = exact_norm(grads)
   assert float(step.global_norm(grads)) == pytest.approx(norm, rel=1e-6)
-  # A scale that bfloat16 would round by 0.4 %, and every entry with it.
-  clip = norm / 4 * (1 + 0.98 * 2**-8)
-  state, metrics = given_gradients(grads, grads, clip=clip)
+  monkeypatch.setattr(step, 'transformation', lambda config: optax.identity())
+  constant = schedules.WarmupCosine(peak=1.0, warmup=0, last=1.0)
+  clip = norm / 4 * (1 + 47.49 / 128)  # bfloat16 would round the scale by 0.3 %
+  zeros = jax.tree.map(jnp.zeros_like, grads)
+  state, metrics = given_gradients(zeros, grads, clip=clip, rate=constant)
   assert float(metrics['grad_norm']) == pytest.approx(norm, rel=1e-6)
-  first = jax.tree.map(lambda m: np.asarray(m, np.float64) / 0.1, state['opt'][0].mu)
-  assert exact_norm(first) == pytest.approx(clip, rel=1e-3)
+  assert exact_norm(state['params']) == pytest.approx(clip, rel=1e-3)
   assert all(x.dtype == 'bfloat16' for x in jax.tree.leaves(state['params']))
 
 
@@ -354,7 +379,8 @@ def test_a_norm_below_the_clip_changes_no_gradient(given_gradients):
   grads = tensors('float32')
   norm = exact_norm(grads)
   mus = [
-    given_gradients(grads, grads, clip=clip)[0]['opt'][0].mu for clip in (2 * norm, None)
+    given_gradients(grads, grads, clip=clip)[0]['opt'][0].mu
+    for clip in (2 * norm, None)
   ]
   jax.tree.map(np.testing.assert_array_equal, *jax.device_get(mus))
 

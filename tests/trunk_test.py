@@ -114,7 +114,9 @@ def transcription(w, tokens, config):
     streams.append(x)
     keys.append((k, v))
   table = w['embedding' if config.tied else 'unembedding']
-  logits = cap(rms_norm(x, w['gain_final']) @ table[: config.vocab].T, config.logit_softcap)
+  logits = cap(
+    rms_norm(x, w['gain_final']) @ table[: config.vocab].T, config.logit_softcap
+  )
   return streams, keys, logits
 
 
@@ -230,7 +232,10 @@ def test_one_layer_of_a_longer_pattern_in_float32_is_its_transcription():
     check(plain(layers=1, windows=(2, 0, 0), kv_heads=1, **kind), 1e-5)
 
 
-def objective(config, needs=Needs(taps=(1, 2), kv_layers=(0,))):
+NEEDS = Needs(taps=(1, 2), kv_layers=(0,))
+
+
+def objective(config, needs=NEEDS):
   """(params, batch) -> a number that everything needed has a part in."""
   graphdef, shapes = build(config)
 
@@ -244,7 +249,7 @@ def objective(config, needs=Needs(taps=(1, 2), kv_layers=(0,))):
 
 @pytest.fixture(scope='module')
 def plain_gradient():
-  """(value and gradient of three layers without remat, their slope along `way`, way)."""
+  """((value, gradient) of three layers without remat, slope along `way`, way)."""
   with jax.enable_x64(True), on():
     run, params = objective(every_option(layers=3))
     rng, step, batch = np.random.default_rng(2), 1e-6, packed()
@@ -263,7 +268,9 @@ def test_the_gradient_is_the_slope(plain_gradient):
   assert sum(np.sum(g * d) for g, d in pairs) == pytest.approx(slope, rel=1e-6)
 
 
-@pytest.mark.parametrize('remat', ['full', pytest.param('dots', marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  'remat', ['full', pytest.param('dots', marks=pytest.mark.slow)]
+)
 def test_remat_changes_no_gradient(remat, plain_gradient):
   with jax.enable_x64(True), on():
     run, params = objective(every_option(layers=3, remat=remat))

@@ -93,7 +93,10 @@ class Config:
     self.weight.finalize(f'{field}.weight')
     if self.depth < 1:
       raise ConfigError(
-        f'{field}.depth', self.depth, 'is not positive', f'use {field}=None for none'
+        f'{field}.depth',
+        self.depth,
+        'is not positive',
+        'use at least 1, or leave it out',
       )
     if not self.rho > 0:
       raise ConfigError(f'{field}.rho', self.rho, 'is not positive', 'use 1 for equal')

@@ -41,7 +41,9 @@ class BlockDiffusion(base.Objective):
     D, dtype = trunk.width, trunk.param_dtype
     self.sizes = trunk
     self.taps = config.needs(trunk).taps
-    self.w_join = blocks.normal(rngs, (2, D, D), D**-0.5, mesh.stacked(mesh.w_DD), dtype)
+    self.w_join = blocks.normal(
+      rngs, (2, D, D), D**-0.5, mesh.stacked(mesh.w_DD), dtype
+    )
     self.gain_context = blocks.constant(1.0, (D,), mesh.gain, dtype)
     self.mask = blocks.normal(rngs, (D,), 0.02, mesh.gain, dtype)
     self.block = blocks.Blocks(trunk, 1, rngs)

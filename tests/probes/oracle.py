@@ -1,5 +1,7 @@
 """The model's parts once more, in NumPy and float64: one row, one head at a time."""
 
+import zlib
+
 import jax
 import numpy as np
 
@@ -11,12 +13,14 @@ def widen(tree):
 def filled(abstract, seed=0, plain=False):
   """Parameters for these shapes; no gain is one and no bias zero, so that all matter.
 
-  Much quicker than compiling a model's own initialisation. `plain`: gains are one.
+  Much quicker than compiling a model's own initialisation, and the same for a
+  parameter whatever else there is. `plain`: gains are one.
   """
-  rng = np.random.default_rng(seed)
 
   def one(path, x):
     name = path[-1].key
+    number = zlib.crc32(jax.tree_util.keystr(path).encode())
+    rng = np.random.default_rng([seed, number])
     if name.startswith(('gain', 'bias')):
       value = rng.uniform(0.4, 1.4, x.shape) * rng.choice([-1, 1], x.shape)
       value = np.full(x.shape, float(name.startswith('gain'))) if plain else value

@@ -1,0 +1,298 @@
+"""The whole decode as one `lax.while_loop`: propose, verify in one forward pass over
+the last token and its drafts, accept, emit, roll back, absorb.
+
+With n tokens committed in a row, the trunk has rows 0 … n-2 in its cache and the last
+token has no features yet. A round reads it together with the drafts, keeps what the
+rule accepts and one token more. Rolling back is a matter of the length: rows written
+beyond it are never looked at. Without a drafter the same loop decodes plainly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int, PyTree
+
+from mtpjax import losses, mesh
+from mtpjax.drafters import base
+from mtpjax.models import cache, trunk
+from mtpjax.models.attention import Leaf
+from mtpjax.sampling import filters, verify
+from mtpjax.sampling.filters import Sampling
+
+LIVE, STOP, LENGTH, FAILED = range(4)  # why a row ended
+REASONS = ('live', 'stop', 'length', 'failed')
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class State:
+  """What the loop carries. B rows, S slots of the buffers, K drafts at most.
+
+  Attributes:
+    tokens: prompt and what follows, int [B, S].
+    length: committed tokens, int [B].
+    prompt: tokens of the prompt, int [B].
+    reason: why a row ended, or LIVE, int [B].
+    logprobs: of each committed new token under the model itself, float [B, S].
+    caches: the trunk's, a layer each.
+    drafter: the drafter's state, None without one.
+    rounds: verification rounds of the row, int [B].
+    accepted: of those, the ones that accepted at least j drafts, before truncation at
+      stops and budgets, int [B, K].
+    kept: the same, after truncation.
+    proposed: those that proposed at least j, int [B, K].
+    reached: those that accepted at least j - 1 and proposed at least j, int [B, K].
+    passes: trunk passes, the prefill counted as one, int [].
+  """
+
+  tokens: Leaf
+  length: Leaf
+  prompt: Leaf
+  reason: Leaf
+  logprobs: Leaf
+  caches: Any
+  drafter: Any
+  rounds: Leaf
+  accepted: Leaf
+  kept: Leaf
+  proposed: Leaf
+  reached: Leaf
+  passes: Leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What is compiled for: shapes and the rule. Everything else is data."""
+
+  draft: int  # K, the longest draft; 0 decodes plainly
+  slots: int  # tokens of a row, prompt and new ones
+  chunk: int = 64  # tokens of a prompt read at once
+  rule: str = 'rejection'
+
+
+def lay_out(params: PyTree) -> PyTree:
+  """Parameters as decoding reads them: a layer's weights each an array of its own.
+
+  Done once, outside jit: slicing stacked weights inside the loop would copy them every
+  round.
+  """
+  top = dict(params['trunk'])
+  layers = jax.jit(trunk.unstack)(top.pop('blocks'))
+  return {**params, 'trunk': top, 'layers': layers}
+
+
+def _merge(graphdef: Any, weights: PyTree) -> tuple[Any, list]:
+  """The model without its stacked layers, and the layers."""
+  layers = weights['layers']
+  nothing = {name: None for name in layers[0]}
+  top = {**weights['trunk'], 'blocks': nothing}
+  rest = {k: v for k, v in weights.items() if k != 'layers'}
+  return nnx.merge(graphdef, {**rest, 'trunk': top}), layers
+
+
+def decode(
+  graphdef: Any,
+  plan: Plan,
+  weights: PyTree,
+  prompts_BP: Int[Array, 'B P'],
+  lengths_B: Int[Array, ' B'],
+  sampling: Sampling,
+  drafts: Int[Array, ''],
+) -> State:
+  """Prefill and all rounds; nothing returns to the host before the batch is done.
+
+  Args:
+    weights: from `lay_out`.
+    prompts_BP: right-padded prompts, P at most `plan.slots`.
+    drafts: tokens to draft a round, at most `plan.draft`. Data: nothing recompiles.
+  """
+  state = prefill(graphdef, plan, weights, prompts_BP, lengths_B, sampling)
+  return jax.lax.while_loop(
+    lambda s: jnp.any(s.reason == LIVE),
+    lambda s: one_round(graphdef, plan, weights, s, sampling, drafts),
+    state,
+  )
+
+
+def prefill(graphdef, plan: Plan, weights, prompts_BP, lengths_B, sampling) -> State:
+  """Reads the prompts a chunk at a time and commits the first token of each row."""
+  model, layers = _merge(graphdef, weights)
+  part, config = _drafter(model, plan), model.trunk.config
+  B, P = prompts_BP.shape
+  # Junk rows of a chunk or a draft may be written past the last token, never clamped.
+  room = plan.slots + max(plan.chunk, plan.draft + 1)
+  zeros = jax.reshard(jnp.zeros((B,), jnp.int32), mesh.ids_B)
+  counts = jnp.zeros((B, plan.draft), jnp.int32, out_sharding=mesh.whole_BT)
+  tokens = jnp.pad(cache.whole(prompts_BP), ((0, 0), (0, room - P)))
+  state = State(
+    tokens=tokens,
+    length=lengths_B,
+    prompt=lengths_B,
+    reason=jnp.where(sampling.budget > 0, zeros + LIVE, LENGTH),
+    logprobs=jnp.zeros_like(tokens, jnp.float32),
+    caches=[cache.empty(config, B, room) for _ in layers],
+    drafter=part.init_state(B, room, plan.draft) if part else None,
+    rounds=zeros,
+    accepted=counts,
+    kept=counts,
+    proposed=counts,
+    reached=counts,
+    passes=jnp.ones((), jnp.int32),
+  )
+
+  def read(carry):
+    at, state = carry
+    start = jnp.minimum(at, lengths_B)
+    count = jnp.clip(lengths_B - start, 0, plan.chunk)
+    inputs = cache.take(state.tokens, start, plan.chunk)
+    x = model.trunk.embed(jax.reshard(inputs, mesh.ids_BT))
+    out, caches = trunk.extend(layers, x, start, state.caches, config, model.needs)
+    # Rows whose prompt ends in this chunk get their first token.
+    ends = (count > 0) & (start + count == lengths_B)
+    hidden = cache.take(out.hidden, jnp.maximum(count - 1, 0), 1)
+    logits = _logits(model, hidden)
+    p = filters.probabilities(logits, sampling)
+    none = jnp.zeros((B, 0), jnp.int32, out_sharding=mesh.whole_BT)
+    verdict = verify.rejection(p, none, None, zeros, sampling.seed, zeros)
+    state = dataclasses.replace(state, caches=caches)
+    first = verdict.after[:, None]
+    state = _commit(
+      state, ends & (state.reason == LIVE), verdict, first, logits, sampling
+    )
+    if part:
+      block = base.Committed(
+        start, count, cache.take(state.tokens, start + 1, plan.chunk), out
+      )
+      drafter = part.absorb(model.trunk, caches, state.drafter, block)
+      state = dataclasses.replace(state, drafter=drafter)
+    return at + plan.chunk, state
+
+  longest = jnp.max(lengths_B)
+  return jax.lax.while_loop(
+    lambda carry: carry[0] < longest, read, (jnp.zeros((), jnp.int32), state)
+  )[1]
+
+
+def one_round(graphdef, plan: Plan, weights, state: State, sampling, drafts) -> State:
+  """Draft, verify, keep, absorb: one trunk pass for every row that is live."""
+  model, layers = _merge(graphdef, weights)
+  part, K = _drafter(model, plan), plan.draft
+  B = state.length.shape[0]
+  live = state.reason == LIVE
+  start = state.length - 1  # the last token, which has no features yet
+  last = cache.take(state.tokens, start, 1)
+  left = sampling.budget - (state.length - state.prompt)
+  count = jnp.clip(jnp.minimum(drafts, left - 1), 0, K)
+  drafted, q = jnp.zeros((B, 0), jnp.int32, out_sharding=mesh.whole_BT), None
+  if part:
+    draft, drafter = part.propose(
+      model.trunk, state.caches, state.drafter, K, _choice(sampling, state.rounds)
+    )
+    state = dataclasses.replace(state, drafter=drafter)
+    drafted, q = cache.whole(draft.tokens), draft.q
+    count = jnp.minimum(count, draft.count)
+  block = jnp.concatenate([last, drafted], 1)
+  x = model.trunk.embed(jax.reshard(block, mesh.ids_BT))
+  out, caches = trunk.extend(
+    layers, x, start, state.caches, model.trunk.config, model.needs
+  )
+  logits = _logits(model, out.hidden)
+  p = filters.probabilities(logits, sampling)
+  judge = verify.RULES[plan.rule]
+  verdict = judge(p, drafted, q, count, sampling.seed, state.rounds + 1)
+
+  # The accepted drafts, then the token after them.
+  place = jnp.arange(K + 1)[None] == verdict.accepted[:, None]
+  emitted = jnp.where(place, verdict.after[:, None], jnp.pad(drafted, ((0, 0), (0, 1))))
+  before = state.length
+  state = dataclasses.replace(state, caches=caches, passes=state.passes + 1)
+  state = _commit(state, live, verdict, emitted, logits, sampling)
+  new = state.length - before
+  reach = jnp.arange(1, K + 1)[None]
+
+  def tally(table, depth):
+    return table + (live[:, None] & (reach <= depth[:, None])).astype(jnp.int32)
+
+  state = dataclasses.replace(
+    state,
+    rounds=state.rounds + live.astype(jnp.int32),
+    accepted=tally(state.accepted, verdict.accepted),
+    kept=tally(state.kept, jnp.minimum(verdict.accepted, new)),
+    proposed=tally(state.proposed, count),
+    reached=tally(state.reached, jnp.minimum(verdict.accepted + 1, count)),
+  )
+  if part:
+    committed = base.Committed(
+      start, new, cache.take(state.tokens, start + 1, K + 1), out
+    )
+    drafter = part.absorb(model.trunk, caches, state.drafter, committed)
+    state = dataclasses.replace(state, drafter=drafter)
+  return state
+
+
+def _drafter(model, plan: Plan):
+  return model.objectives['drafter'] if plan.draft else None
+
+
+def _logits(model, hidden_BTD) -> Array:
+  """[B, T, V] in float32 or wider, whole in V: sampling looks up and sorts."""
+  return cache.whole(
+    losses.head_logits(model.trunk.final_norm(hidden_BTD), model.trunk.head())
+  )
+
+
+def _choice(sampling: Sampling, rounds_B) -> base.Choose:
+  """Draws drafts as the trunk's own tokens are drawn, from a stream of their own."""
+
+  def choose(logits_BV, k):
+    p = filters.probabilities(cache.whole(logits_BV)[:, None], sampling)
+    key = verify.keys(sampling.seed, rounds_B + 1, verify.PROPOSE, k + 1)[:, k:]
+    return verify.draw(key, p)[:, 0], p[:, 0]
+
+  return choose
+
+
+def _commit(
+  state: State, who, verdict: verify.Verdict, emitted, logits, sampling: Sampling
+) -> State:
+  """Appends accepted tokens up to the first stop or the budget's end, in rows `who`."""
+  N = emitted.shape[1]
+  at = jnp.arange(N)[None]
+  given = jnp.minimum(
+    verdict.accepted + 1, sampling.budget - (state.length - state.prompt)
+  )
+  stops = (emitted[:, :, None] == sampling.stop[:, None]).any(-1)
+  stops &= at < given[:, None]
+  first = jnp.min(jnp.where(stops, at, N), 1)
+  count = jnp.minimum(given, first + 1)
+  failed = who & verdict.failed
+  # What was accepted before a broken row is sound and stays.
+  count = jnp.where(failed, jnp.minimum(count, verdict.accepted), count)
+  count = jnp.where(who, count, 0)
+  length = state.length + count
+  reason = jnp.where(
+    who & (length - state.prompt >= sampling.budget), LENGTH, state.reason
+  )
+  reason = jnp.where(failed, FAILED, reason)
+  reason = jnp.where(who & (first < count), STOP, reason)
+  log_p = jax.nn.log_softmax(logits, -1)
+  picked = emitted[..., None] == jnp.arange(logits.shape[-1])[None, None]
+  score = jnp.sum(jnp.where(picked, log_p, 0), -1)
+
+  def write(table, new):
+    old = cache.take(table, state.length, N)
+    new = jnp.where(at < count[:, None], new.astype(table.dtype), old)
+    return cache.put(table, new, state.length)
+
+  return dataclasses.replace(
+    state,
+    tokens=write(state.tokens, emitted),
+    logprobs=write(state.logprobs, score),
+    length=length,
+    reason=reason,
+  )

@@ -1,0 +1,147 @@
+"""A run's directory: claimed once, taken again by the same run only."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from mtpjax import config as configs
+from mtpjax import fields, mesh, schedules, workdir
+from mtpjax.data import batches, sources
+from mtpjax.data.tokenizer import Bytes
+from mtpjax.drafters import parallel, sequential
+from mtpjax.models import trunk
+
+
+@pytest.fixture(autouse=True)
+def _mesh():
+  with jax.set_mesh(mesh.make(mesh.Config(), jax.devices()[:1])):
+    yield
+
+
+def settings(**changes):
+  config = configs.Config(
+    data=batches.Config(source=sources.Stdlib(files=3), length=16, batch=8),
+    trunk=trunk.Config(width=16, layers=1, heads=2),
+    drafter=sequential.Config(depth=2),
+  )
+  return configs.finalize(dataclasses.replace(config, **changes), 256)
+
+
+def test_a_new_directory_is_made_with_its_parents_and_holds_the_resolved_config(
+  tmp_path,
+):
+  config = settings()
+  path = workdir.claim(str(tmp_path / 'a' / 'b'), config)
+  assert path == tmp_path / 'a' / 'b'
+  assert [file.name for file in path.iterdir()] == ['config.json']
+  saved = json.loads((path / 'config.json').read_text())
+  assert saved['trunk']['vocab'] == 256  # of the tokenizer
+  assert saved['trunk']['ffn'] == config.trunk.ffn == 64
+  assert fields.from_json(saved) == config
+
+
+def test_the_same_config_goes_on_and_so_does_one_that_learns_the_same(tmp_path):
+  workdir.claim(str(tmp_path), settings())
+  workdir.claim(str(tmp_path), settings())
+  changed = settings(name='other', log_every=7, mesh=mesh.Config(fsdp=1, tensor=-1))
+  changed.checkpoint.every, changed.checkpoint.keep = 9, 1
+  workdir.claim(str(tmp_path), changed)
+  saved = json.loads((tmp_path / 'config.json').read_text())
+  assert fields.from_json(saved) == changed  # what goes on is what it now says
+
+
+@pytest.mark.parametrize(
+  ('changes', 'said'),
+  [
+    ({'steps': 999}, ['steps: 1000 → 999']),
+    ({'seed': 1}, ['seed: 0 → 1']),
+    ({'freeze_trunk': True}, ['freeze_trunk: False → True']),
+    ({'drafter': None}, ['drafter: mtpjax.drafters.sequential:Config → None']),
+    (
+      {'drafter': parallel.Config(depth=2)},
+      ['drafter: mtpjax.drafters.sequential:Config → mtpjax.drafters.parallel:Config'],
+    ),
+    (
+      {'drafter': sequential.Config(depth=3, weight=schedules.Constant(0.5))},
+      ['drafter.depth: 2 → 3', 'drafter.weight'],
+    ),
+    (
+      {'data': batches.Config(source=sources.Text(files=('*',)), length=16, batch=8)},
+      ['data.source: mtpjax.data.sources:Stdlib → mtpjax.data.sources:Text'],
+    ),
+  ],
+)
+def test_another_config_is_refused_naming_what_differs(tmp_path, changes, said):
+  workdir.claim(str(tmp_path), settings())
+  before = (tmp_path / 'config.json').read_bytes()
+  with pytest.raises(workdir.WorkdirError) as caught:
+    workdir.claim(str(tmp_path), settings(**changes))
+  for text in (*said, str(tmp_path), 'use another directory'):
+    assert text in str(caught.value)
+  assert (tmp_path / 'config.json').read_bytes() == before
+
+
+def test_many_differences_are_named_in_part(tmp_path):
+  workdir.claim(str(tmp_path), settings())
+  other = settings(steps=1, seed=2, freeze_trunk=True)
+  other.trunk.width, other.trunk.layers, other.loss.z_loss = 32, 3, 0.1
+  with pytest.raises(workdir.WorkdirError, match=r'steps: 1000 → 1; .*; …\)'):
+    workdir.claim(str(tmp_path), other)
+
+
+@pytest.mark.parametrize(
+  ('name', 'contents'),
+  [
+    ('notes.txt', b'mine'),
+    ('.hidden', b''),
+    ('config.json', b'[]'),
+    ('config.json', b'{"architectures": ["MiMoForCausalLM"]}'),
+    ('config.json', b'\xff\xfe binary'),
+    ('config.json', b'{"class": "mtpjax.config:Config", "na'),
+  ],
+)
+def test_somebody_elses_directory_is_refused_and_left_as_it_is(
+  tmp_path, name, contents
+):
+  (tmp_path / name).write_bytes(contents)
+  with pytest.raises(workdir.WorkdirError) as caught:
+    workdir.claim(str(tmp_path), settings())
+  assert str(tmp_path) in str(caught.value)
+  assert 'directory' in str(caught.value).partition(';')[2]
+  assert [file.name for file in tmp_path.iterdir()] == [name]
+  assert (tmp_path / name).read_bytes() == contents
+
+
+def test_a_directory_that_a_kill_left_before_its_first_file_was_whole_is_ours(tmp_path):
+  (tmp_path / 'config.json.part-123').write_text('{"class": ')
+  workdir.claim(str(tmp_path), settings())
+  assert (tmp_path / 'config.json').exists()
+
+
+@pytest.mark.parametrize('below', ['file', 'file/run', 'file/a/run'])
+def test_a_directory_that_cannot_be_written_is_an_error_that_names_it(tmp_path, below):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(workdir.WorkdirError) as caught:
+    workdir.claim(str(tmp_path / below), settings())
+  assert f'--workdir={tmp_path / below} cannot be used' in str(caught.value)
+  assert 'choose another directory' in str(caught.value)
+
+
+def test_a_checkpoint_carries_what_is_needed_to_run_it_elsewhere():
+  config, tokenizer = settings(), Bytes()
+  saved = json.loads(json.dumps(workdir.metadata(config, tokenizer)))
+  assert fields.from_json(saved['config']) == config
+  assert saved['tokenizer'] == tokenizer.to_json()
+  assert saved['tokenizer_fingerprint'] == tokenizer.fingerprint
+  assert saved['vocabulary'] == {'tokens': 256, 'padded': 256}
+  drafter = saved['conventions']['drafter']
+  for field in dataclasses.fields(sequential.Config):
+    if field.name not in ('weight', 'rho'):  # of the loss alone
+      assert drafter[field.name] == json.loads(
+        json.dumps(getattr(config.drafter, field.name))
+      )
+  assert drafter['kind'] == 'sequential'
+  assert drafter['modules'] == 1
+  assert drafter['shared'] == ['embedding', 'head', 'module']
