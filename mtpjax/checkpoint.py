@@ -304,9 +304,9 @@ def _describe(leaves: dict[str, Any]) -> dict[str, dict]:
 
 
 def _target(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
-  sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
+  mesh, alone = jax.sharding.get_mesh(), SingleDeviceSharding(jax.local_devices()[0])
+  sharding = leaf.sharding or (alone if mesh.empty else NamedSharding(mesh, jax.P()))
   if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-    mesh = jax.sharding.get_mesh()
     if mesh.empty or mesh.abstract_mesh != sharding.mesh:
       problem = f'abstract leaf {name} is sharded over {sharding.mesh}, not in use'
       raise CheckpointError(f'{problem}; call jax.set_mesh with that mesh first')

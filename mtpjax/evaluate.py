@@ -50,6 +50,7 @@ def main(config: configs.Config) -> int:
   saved = read_metadata(directory, _STEP.value)
   if _FILES.value:
     config.data.source = Text(files=tuple(_FILES.value))
+  config.optimizer.accumulate = 1  # there is no gradient to accumulate
   jax.set_mesh(mesh.make(config.mesh))
   tokens = tokenizer.from_json(saved['tokenizer'])
   configs.finalize(config, tokens.vocab_size)

@@ -111,6 +111,11 @@ class Run:
     sums = self.metrics[at]['sums'][name]
     return sums.nll / sums.count
 
+  def overall(self, name, at):
+    """The same over all depths: few anchors are far from their document's end."""
+    sums = self.metrics[at]['sums'][name]
+    return sums.nll.sum() / sums.count.sum()
+
 
 def look(graphdef, config, params, arrays, at):
   """What the first step sees, outside of its gradient."""
@@ -289,13 +294,13 @@ def test_the_register_token_learns_in_a_row_that_is_never_scored(together):
 
 @pytest.mark.parametrize('name', ['next', *PROBES])
 def test_training_lowers_each_loss(name, together):
-  assert (together.mean(name, -1) < together.mean(name, 0) - 0.1).all()
+  assert together.overall(name, -1) < together.overall(name, 0) - 0.1
 
 
 def test_registers_change_nothing_for_ordinary_tokens(together):
-  trunk = {'trunk': together.states[0]['params']['trunk']}
   with jax.set_mesh(mesh.make(mesh.Config(), jax.devices()[:1])):
-    graphdef, _, _ = model.init(together.config.trunk, {}, 0)
+    graphdef, abstract, _ = model.init(together.config.trunk, {}, 0)
+    trunk = oracle.filled(abstract, plain=True)  # as it is among the objectives
     run = jax.jit(functools.partial(look, graphdef, together.config))
     plain = run(trunk, step.put(arrays()), jnp.int32(0))['next']['hidden']
   got = together.seen['next']['hidden']
@@ -373,12 +378,12 @@ def same(got, expected, names=('next', *PROBES)):
 
 
 def test_a_frozen_trunk_stays_bit_identical_while_the_objectives_learn():
-  frozen = on_one_device(freeze_trunk=True, watch=False)
+  frozen = on_one_device(freeze_trunk=True, watch=False, steps=12)
   first, last = frozen.states[0]['params'], frozen.states[-1]['params']
   jax.tree.map(np.testing.assert_array_equal, last['trunk'], first['trunk'])
   assert 'trunk' not in frozen.states[0]['opt'][0].mu
   for name in OWN:
-    assert (frozen.mean(name, -1) < frozen.mean(name, 0)).all()
+    assert frozen.overall(name, -1) < frozen.overall(name, 0) - 0.05
     changed = jax.tree.map(
       lambda a, b: bool((a != b).any()),
       last['objectives'][name],
@@ -440,7 +445,7 @@ def test_each_probe_alone_trains_and_gives_the_loss_it_gives_among_others(
   np.testing.assert_allclose(alone.mean(name, 0), mean, rtol=2e-5)
   if name not in ('block_diffusion', 'registers'):  # these draw from another key
     np.testing.assert_allclose(alone.mean(name, 0), together.mean(name, 0), rtol=1e-5)
-  assert (alone.mean(name, -1) < alone.mean(name, 0) - 0.1).all()
+  assert alone.overall(name, -1) < alone.overall(name, 0) - 0.1
   own = alone.gradients.get('objectives', {})
   assert set(own) == {name} - {'registers'}
   for path, gradient in jax.tree_util.tree_leaves_with_path(own):
@@ -450,11 +455,11 @@ def test_each_probe_alone_trains_and_gives_the_loss_it_gives_among_others(
 @pytest.mark.slow
 @pytest.mark.parametrize('name', PROBES)
 def test_each_probe_alone_on_a_frozen_trunk(name):
-  frozen = on_one_device(names=(name,), freeze_trunk=True, watch=False)
+  frozen = on_one_device(names=(name,), freeze_trunk=True, watch=False, steps=12)
   first, last = frozen.states[0]['params'], frozen.states[-1]['params']
   jax.tree.map(np.testing.assert_array_equal, last['trunk'], first['trunk'])
   if name in OWN:
-    assert (frozen.mean(name, -1) < frozen.mean(name, 0)).all()
+    assert frozen.overall(name, -1) < frozen.overall(name, 0) - 0.05
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ def test_detach_stops_the_gradient_into_the_trunk(detach):
   [
     ({'depth': 3, 'match_parameters': True}, 'drafter.depth', 3, 'smaller depth'),
     ({'detach': ('embedding',)}, 'drafter.detach', 'embedding', 'hidden, head'),
-    ({'depth': 0}, 'drafter.depth', 0, 'drafter=None'),
+    ({'depth': 0}, 'drafter.depth', 0, 'at least 1'),
   ],
 )
 def test_a_bad_option_names_its_field_value_and_fix(changes, field, value, fix):

@@ -409,7 +409,7 @@ def test_every_option_computes_in_bfloat16_if_the_trunk_does(name, rng):
 @pytest.mark.parametrize(
   'changes, field, value, fix',
   [
-    ({'depth': 0}, 'drafter.depth', 0, 'drafter=None'),
+    ({'depth': 0}, 'drafter.depth', 0, 'at least 1'),
     ({'rho': 0.0}, 'drafter.rho', 0.0, 'use 1'),
     ({'detach': ('logits',)}, 'drafter.detach', 'logits', 'hidden, embedding, head'),
     (

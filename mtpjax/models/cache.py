@@ -75,7 +75,8 @@ def look_at_cache(
     at_BS = jnp.broadcast_to(
       jnp.arange(S)[None] - before, (B, S), out_sharding=mesh.whole_BT
     )
-    rows = Rows(positions(start_B, q.shape[1]), jnp.ones_like(q[:, :, 0, 0], int))
+    at_BT = positions(start_B, q.shape[1])
+    rows = Rows(at_BT, jnp.ones_like(at_BT))
     seen = attention.visibility(rows, Rows(at_BS, (at_BS >= 0).astype(int)), window)
     return attention.attend(q, keys, values, seen, config.attention_softcap), (
       keys,

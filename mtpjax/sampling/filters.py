@@ -1,9 +1,8 @@
 """From logits to the distribution that is sampled: temperature, top-k, top-p, min-p.
 
 All in float32 or wider, each setting a row's own, greedy rows among them: where the
-temperature is
-0 a row becomes one-hot at its most likely token, the lowest id on ties, so that the
-rules in `verify` need not know of it.
+temperature is 0 a row becomes one-hot at its most likely token, the lowest id on ties,
+so that the rules in `verify` need not know of it.
 """
 
 from __future__ import annotations
@@ -76,14 +75,12 @@ def _filter(p: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
   falling = -jnp.sort(-p, -1)
   k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
   least = jnp.take_along_axis(falling, jnp.broadcast_to(k - 1, (*p.shape[:2], 1)), -1)
+  # A token stays while what is before it holds less than top_p of what top-k left.
+  # Compared unnormalised: the same number, so that rounding cannot lose the last token.
   falling = jnp.where(falling >= least, falling, 0)
-  falling = falling / jnp.sum(falling, -1, keepdims=True)
-  kept = jnp.where(p >= least, p, 0)
-  kept = kept / jnp.sum(kept, -1, keepdims=True)
-  # A token stays while what is before it holds less than top_p.
   before = jnp.cumsum(falling, -1) - falling
-  stays = (before < top_p) & (falling > 0)
+  stays = (before < top_p * jnp.sum(falling, -1, keepdims=True)) & (falling > 0)
   lowest = jnp.min(jnp.where(stays, falling, jnp.inf), -1, keepdims=True)
-  kept = jnp.where((top_p >= 1) | (kept >= lowest), kept, 0)
+  kept = jnp.where(p >= jnp.where(top_p < 1, jnp.maximum(lowest, least), least), p, 0)
   kept = jnp.where(kept >= min_p * jnp.max(kept, -1, keepdims=True), kept, 0)
   return kept / jnp.sum(kept, -1, keepdims=True)

@@ -1,0 +1,204 @@
+"""The rules deliver exactly the target's distribution, whatever the draft."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtpjax.sampling import filters, verify
+
+ROWS = 100_000
+
+
+def sampling(rows, **settings):
+  defaults = {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0, 'budget': 9}
+  values = {**defaults, **settings}
+  kinds = {'top_k': np.int32, 'budget': np.int32}
+  arrays = {
+    name: jnp.asarray(np.broadcast_to(value, rows), kinds.get(name, np.float32))
+    for name, value in values.items()
+  }
+  return filters.Sampling(
+    **arrays, seed=jnp.arange(rows), stop=jnp.full((rows, 1), -1, jnp.int32)
+  )
+
+
+def deliver(rule, p, q, draw_from=None, one_hot=False, rows=ROWS, turn=1):
+  """(first, second tokens; accepted) of many rows of one round, K = len(q)."""
+  K, V = q.shape
+  seeds, turns = jnp.arange(rows), jnp.full(rows, turn)
+  spread = functools.partial(jnp.broadcast_to, shape=(rows, K, V))
+  source = spread((q if draw_from is None else draw_from)[None])
+  drafts = verify.draw(verify.keys(seeds, turns, verify.PROPOSE, K), source)
+  dense = None if one_hot else spread(q[None])
+  full = jnp.broadcast_to(p[None], (rows, K + 1, V))
+  out = verify.RULES[rule](full, drafts, dense, jnp.full(rows, K), seeds, turns)
+  first = jnp.where(out.accepted > 0, drafts[:, 0], out.after)
+  return np.asarray(first), np.asarray(drafts), jax.device_get(out)
+
+
+def marginal(tokens, size):
+  return np.bincount(tokens, minlength=size) / len(tokens)
+
+
+TABLES = [
+  ([0.5, 0.3, 0.2], [0.6, 0.3, 0.1]),
+  ([0.4, 0.3, 0.2, 0.1], [0.1, 0.15, 0.15, 0.6]),
+  ([0.0, 0.7, 0.3], [0.5, 0.0, 0.5]),  # disjoint in part
+  ([1.0, 0.0], [0.0, 1.0]),  # always wrong
+  ([0.25, 0.75], [0.25, 0.75]),
+]
+
+
+@pytest.mark.parametrize('rule', verify.RULES)
+@pytest.mark.parametrize('p, q', TABLES)
+def test_the_first_token_has_the_targets_distribution(rule, p, q):
+  p, q = np.array([p, p, p], np.float32), np.array([q, q], np.float32)
+  first, _, _ = deliver(rule, p, q)
+  np.testing.assert_allclose(marginal(first, p.shape[1]), p[0], atol=0.006)
+
+
+@pytest.mark.parametrize('rule', verify.RULES)
+def test_an_argmax_draft_is_judged_as_one_hot(rule):
+  p = np.array([[0.5, 0.3, 0.2]] * 2, np.float32)
+  draft = np.array([[1.0, 0.0, 0.0]], np.float32)
+  first, _, _ = deliver(rule, p, draft, one_hot=True)
+  np.testing.assert_allclose(marginal(first, 3), p[0], atol=0.006)
+
+
+def test_a_softmax_q_for_an_argmax_draft_would_be_wrong():
+  p = np.array([[0.5, 0.3, 0.2]] * 2, np.float32)
+  q, drawn = np.array([[0.6, 0.3, 0.1]]), np.array([[1.0, 0.0, 0.0]])
+  first, _, _ = deliver('rejection', p, q.astype(np.float32), drawn.astype(np.float32))
+  np.testing.assert_allclose(marginal(first, 3), [0.833, 0, 0.167], atol=0.005)
+
+
+def test_later_tokens_follow_the_target_given_the_earlier():
+  p = np.array([[0.4, 0.6], [0.9, 0.1], [0.5, 0.5]], np.float32)
+  q = np.array([[0.7, 0.3], [0.2, 0.8]], np.float32)
+  first, drafts, out = deliver('rejection', p, q)
+  # Where draft 1 was accepted the second token is draft 2 or its replacement.
+  went_on = out.accepted > 0
+  second = np.where(out.accepted > 1, drafts[:, 1], out.after)[went_on]
+  np.testing.assert_allclose(marginal(second, 2), p[1], atol=0.006)
+  third = out.after[out.accepted == 2]
+  np.testing.assert_allclose(marginal(third, 2), p[2], atol=0.012)
+  both = np.mean((first == 0)[went_on] & (second == 0))
+  chance = np.mean((first == 0)[went_on]) * np.mean(second == 0)
+  assert abs(both - chance) < 0.004
+
+
+@pytest.mark.parametrize('count, expected', [(1, 1.70), (2, 2.19), (5, 2.941)])
+def test_rejection_accepts_one_minus_the_total_variation(count, expected):
+  p = np.array([[0.5, 0.3, 0.2]] * (count + 1), np.float32)
+  q = np.array([[0.2, 0.3, 0.5]] * count, np.float32)
+  _, _, out = deliver('rejection', p, q, rows=100_000)
+  assert abs(np.mean(out.accepted + 1) - expected) < 0.01
+
+
+def test_sample_and_match_accepts_the_sum_of_products():
+  p, q = np.array([[0.5, 0.3, 0.2]] * 2), np.array([[0.2, 0.3, 0.5]])
+  _, _, out = deliver('sample-and-match', p.astype('f'), q.astype('f'))
+  assert abs(np.mean(out.accepted) - (p[0] * q[0]).sum()) < 0.005
+
+
+def test_q_equal_to_p_always_accepts():
+  rng = np.random.default_rng(0)
+  p = rng.dirichlet(np.ones(300), 4).astype(np.float32)
+  _, _, out = deliver('rejection', np.concatenate([p, p[:1]]), p, rows=2000)
+  assert (out.accepted == 4).all() and not out.failed.any()
+
+
+def test_a_broken_target_row_fails_alone_and_a_broken_draft_is_refused():
+  p = np.full((3, 2, 2), 0.5, np.float32)
+  q = np.full((3, 1, 2), 0.5, np.float32)
+  p[1], q[2] = np.nan, np.nan
+  for rule, judge in verify.RULES.items():
+    out = judge(
+      jnp.asarray(p), jnp.zeros((3, 1), int), jnp.asarray(q), *(jnp.arange(3),) * 3
+    )
+    np.testing.assert_array_equal(out.failed, [False, True, False])
+    if rule == 'rejection':
+      assert out.accepted[2] == 0
+
+
+def test_only_what_is_proposed_is_judged():
+  p = np.array([[0.5, 0.5]] * 4, np.float32)
+  rows = 20_000
+  q = jnp.broadcast_to(jnp.asarray(p[:3])[None], (rows, 3, 2))
+  full = jnp.broadcast_to(jnp.asarray(p)[None], (rows, 4, 2))
+  seeds, turns = jnp.arange(rows), jnp.ones(rows, int)
+  for count in range(4):
+    drafts = jnp.zeros((rows, 3), int)
+    out = verify.rejection(full, drafts, q, jnp.full(rows, count), seeds, turns)
+    assert (out.accepted == count).all()  # p = q accepts what there is
+    np.testing.assert_allclose(marginal(np.asarray(out.after), 2), p[0], atol=0.015)
+
+
+def test_a_row_draws_the_same_among_other_rows():
+  seeds, turns = jnp.array([3, 5, 7]), jnp.array([1, 4, 2])
+  together = jax.random.key_data(verify.keys(seeds, turns, verify.ACCEPT, 2))
+  alone = jax.random.key_data(verify.keys(seeds[1:2], turns[1:2], verify.ACCEPT, 2))
+  np.testing.assert_array_equal(together[1], alone[0])
+  streams = [verify.keys(seeds, turns, s, 2) for s in range(3)]
+  assert (
+    len({k.tobytes() for s in streams for k in np.asarray(jax.random.key_data(s))}) == 9
+  )
+
+
+def by_hand(logits, temperature, top_k, top_p, min_p):
+  """The filters as a loop over tokens in order of their probability."""
+  p = np.exp(logits / temperature - np.max(logits / temperature))
+  p /= p.sum()
+  order = sorted(range(len(p)), key=lambda i: -p[i])
+  if top_k:
+    least = p[order[min(top_k, len(p)) - 1]]
+    p = np.where(p >= least, p, 0)
+    p /= p.sum()
+  if top_p < 1:
+    held, kept = 0.0, []
+    for i in order:
+      if held < top_p:
+        kept.append(i)
+      held += p[i]
+    p = np.where(np.isin(np.arange(len(p)), kept), p, 0)
+  p = np.where(p / p.sum() >= min_p * p.max() / p.sum(), p, 0)
+  return p / p.sum()
+
+
+def test_filters_against_a_loop_with_a_rows_own_settings():
+  rng = np.random.default_rng(1)
+  logits = rng.normal(size=(64, 2, 11)).astype(np.float32) * 2
+  settings = {
+    'temperature': rng.uniform(0.3, 2, 64),
+    'top_k': rng.integers(0, 14, 64),
+    'top_p': rng.choice([1.0, 0.9, 0.5, 0.05], 64),
+    'min_p': rng.choice([0.0, 0.1, 0.5], 64),
+  }
+  got = np.asarray(filters.probabilities(jnp.asarray(logits), sampling(64, **settings)))
+  for b in range(64):
+    row = {name: value[b] for name, value in settings.items()}
+    for n in range(2):
+      np.testing.assert_allclose(got[b, n], by_hand(logits[b, n], **row), atol=2e-6)
+
+
+def test_temperature_0_is_the_lowest_of_the_most_likely():
+  logits = jnp.array([[[1.0, 3.0, 3.0, 2.0]], [[0.0, 0.0, 0.0, 0.0]]])
+  p = filters.probabilities(logits, sampling(2, temperature=[0.0, 0.0], top_k=[2, 0]))
+  np.testing.assert_array_equal(p[:, 0], [[0, 1, 0, 0], [1, 0, 0, 0]])
+
+
+def test_equal_logits_are_drawn_evenly_from_bfloat16():
+  logits = jnp.zeros((1, 1, 1024), jnp.bfloat16).astype(jnp.float32)
+  p = filters.probabilities(logits, sampling(1))[0, 0]
+
+  def one(seed):
+    key = verify.keys(seed[None], jnp.zeros(1, int), verify.CORRECT, 1)
+    return verify.draw(key, p[None, None])[0, 0]
+
+  tokens = jax.lax.map(one, jnp.arange(200_000), batch_size=2000)
+  counts = np.bincount(np.asarray(tokens).ravel(), minlength=1024)
+  expected = counts.sum() / 1024
+  assert ((counts - expected) ** 2 / expected).sum() / 1023 < 1.3
