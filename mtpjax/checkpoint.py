@@ -296,9 +296,9 @@ def _describe(leaves: dict[str, Any]) -> dict[str, dict]:
     if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
       problem = f'state leaf {name} is a {getattr(x, "dtype", type(x).__name__)}'
       raise CheckpointError(f'{problem}; make it a jax.Array, of a key its key_data')
-  sums = jax.device_get({name: checksum(x) for name, x in leaves.items()})
+  sums = {n: int(checksum(x)) for n, x in leaves.items()}  # in turn, or CPUs deadlock
   return {
-    name: {'shape': [*x.shape], 'dtype': str(x.dtype), 'checksum': int(sums[name])}
+    name: {'shape': [*x.shape], 'dtype': str(x.dtype), 'checksum': sums[name]}
     for name, x in leaves.items()
   }
 
@@ -382,8 +382,8 @@ def _load(path: epath.Path, stored: dict, wanted: dict) -> list[Array]:
         time.sleep(0.1)
         gc.collect()
       raise _DamagedError(reason)
-  sums = jax.device_get({name: checksum(loaded[name]) for name in wanted})
-  wrong = [name for name in wanted if int(sums[name]) != stored[name]['checksum']]
+  sums = {name: int(checksum(loaded[name])) for name in wanted}  # as in `_describe`
+  wrong = [name for name in wanted if sums[name] != stored[name]['checksum']]
   if wrong:
     raise _DamagedError(f'changed since it was saved: {", ".join(wrong[:_SHOWN])}')
   return [loaded[name] for name in wanted]

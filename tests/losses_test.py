@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ def slow_targets(segments, mask, k, whole_path):
   return valid
 
 
-def depth_targets(arrays, depths=range(5), whole_path=False):
+def depth_targets(arrays, depths: Sequence[int] = range(5), whole_path=False):
   arrays = [put(x, mesh.ids_BT) for x in arrays]
   split = functools.partial(losses.depth_targets, depths=depths, whole_path=whole_path)
   return jax.device_get(jax.jit(split)(*arrays))
@@ -125,7 +126,7 @@ def test_fill_never_counts_and_its_tokens_do_not_matter():
 def test_a_row_shorter_than_the_depth_has_no_targets():
   ones = np.ones((1, 3), np.int32)
   with on(ONE):
-    got = depth_targets((ones, ones, ones > 0), depths=(2, 3, 9))
+    got = depth_targets((ones, ones, ones > 0), depths=[2, 3, 9])
   assert got.counts.tolist() == [0, 0, 0] and got.ids.shape == (3, 1, 3)
 
 
@@ -329,7 +330,7 @@ def test_masked_targets_change_no_loss_bit_for_bit():
     rows = tokens, (place < 8).astype(np.int32), (place >= 4) & (place < 8)
     targets = depth_targets(rows, depths=range(3))
     assert targets.counts.tolist() == [4, 4, 4]
-    weights = np.float32([1, 0.2, 0.1])[:, None, None] * targets.valid / 4
+    weights = np.array([1, 0.2, 0.1], np.float32)[:, None, None] * targets.valid / 4
     run = jax.jit(gradients(case))
 
     def at(hidden, ids):

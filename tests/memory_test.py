@@ -10,6 +10,7 @@ BENCHMARK = pathlib.Path(__file__).parents[1] / 'benchmarks' / 'memory_by_depth.
 
 def benchmark():
   spec = importlib.util.spec_from_file_location('memory_by_depth', BENCHMARK)
+  assert spec is not None and spec.loader is not None
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   return module

@@ -1,5 +1,6 @@
 """Schedules: the values of their formulas, refusals, and no compilation for a new λ."""
 
+import functools
 import math
 
 import chex
@@ -24,14 +25,14 @@ def half_cosine(first, last, fraction):
 
 @pytest.mark.parametrize('fraction', FRACTIONS)
 def test_each_schedule_has_its_formulas_value(fraction):
-  close = {'rel': 1e-6, 'abs': 1e-7}
-  assert at(schedules.Constant(0.7), fraction) == pytest.approx(0.7, **close)
+  close = functools.partial(pytest.approx, rel=1e-6, abs=1e-7)
+  assert at(schedules.Constant(0.7), fraction) == close(0.7)
   linear = at(schedules.Linear(0.4, 0.2), fraction)
-  assert linear == pytest.approx(0.4 - 0.2 * fraction, **close)
+  assert linear == close(0.4 - 0.2 * fraction)
   cosine = at(schedules.Cosine(0.4, 0.1), fraction)
-  assert cosine == pytest.approx(half_cosine(0.4, 0.1, fraction), **close)
+  assert cosine == close(half_cosine(0.4, 0.1, fraction))
   default = at(schedules.Piecewise(), fraction)  # DeepSeek-V3: 10 T of 14.8 T tokens
-  assert default == pytest.approx(0.3 if fraction < 10 / 14.8 else 0.1, **close)
+  assert default == close(0.3 if fraction < 10 / 14.8 else 0.1)
 
 
 def test_piecewise_changes_at_the_boundary_itself():

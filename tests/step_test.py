@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any, Literal
 
 import chex
 import jax
@@ -33,7 +34,7 @@ DOCUMENTS = [
 ]
 
 
-def settings(dtype='float64', **changes):
+def settings(dtype: Literal['float32', 'float64'] = 'float64', **changes):
   """A small run; finalized, so a mesh must be set."""
   sizes = trunk.Config(
     vocab=V, vocab_multiple=8, width=16, layers=2, heads=4, kv_heads=2, ffn=32
@@ -56,7 +57,8 @@ def settings(dtype='float64', **changes):
 def rows():
   """Packed rows as the loader gives them."""
   rng = np.random.default_rng(0)
-  arrays = {name: np.zeros((B, T), np.int32) for name in ('positions', 'segments')}
+  names = ('positions', 'segments')
+  arrays: dict[str, Any] = {name: np.zeros((B, T), np.int32) for name in names}
   for b, lengths in enumerate(DOCUMENTS):
     for n, end in enumerate(np.cumsum(lengths)):
       s = slice(end - lengths[n], end)

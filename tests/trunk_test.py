@@ -287,7 +287,9 @@ def test_taps_cost_their_own_memory_and_not_that_of_every_layer():
       run, params = objective(config, Needs(taps=taps))
       ids = put(np.zeros((8, 64), np.int32))
       compiled = run.lower(params, ids, Rows(ids, ids)).compile()
-      temporary[taps] = compiled.memory_analysis().temp_size_in_bytes
+      memory = compiled.memory_analysis()
+      assert memory is not None
+      temporary[taps] = memory.temp_size_in_bytes
   stream = 8 * 64 * config.width * 4
   # A stream a tap; kept by every layer it were 36.
   assert temporary[3, 6, 9] - temporary[()] < 6 * stream

@@ -7,9 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtpjax import mesh
 from mtpjax.sampling import filters, verify
 
 ROWS = 100_000
+
+
+@pytest.fixture(autouse=True)
+def one_device():
+  with jax.set_mesh(mesh.make(mesh.Config(fsdp=1), jax.devices()[:1])):
+    yield
 
 
 def sampling(rows, **settings):

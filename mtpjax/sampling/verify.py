@@ -11,6 +11,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from mtpjax.models.attention import Leaf
@@ -38,8 +39,12 @@ def keys(
     key = jax.random.fold_in(jax.random.key(seed), turn)
     return jax.random.fold_in(jax.random.fold_in(key, stream), slot)
 
+  # Made whole on every device and then dealt out: `fold_in` cannot be lowered over a
+  # sharded batch of one.
+  batch = jax.typeof(seed_B).sharding.spec[0]
+  seeds, rounds = (jax.reshard(x, P(None)) for x in (seed_B, round_B))
   rows = jax.vmap(jax.vmap(one, (None, None, 0)), (0, 0, None))
-  return rows(seed_B, round_B, jnp.arange(slots))
+  return jax.reshard(rows(seeds, rounds, jnp.arange(slots)), P(batch, None))
 
 
 def draw(keys_BN: Array, weights: Float[Array, 'B N V']) -> Int[Array, 'B N']:
@@ -93,7 +98,7 @@ def sample_and_match(
   drawn = draw(keys(seed_B, round_B, CORRECT, p.shape[1]), p)
   sound = jnp.isfinite(p[:, :-1]).all(-1)  # NaN would be drawn as token 0
   accepted = _leading((drawn[:, :-1] == tokens_BK) & sound, count_B)
-  after = jnp.take_along_axis(drawn, accepted[:, None], 1)[:, 0]
+  after = _pick(drawn, accepted)
   return Verdict(accepted, after, _failed(p, accepted))
 
 
@@ -103,16 +108,23 @@ def _leading(ok_BK: Array, count_B: Array) -> Array:
   return jnp.sum(jnp.cumprod((ok_BK & proposed).astype(jnp.int32), 1), 1)
 
 
+def _pick(x: Array, index_B: Array) -> Array:
+  """x[b, index[b]] of [B, N, …]. A gather would lose the sharding of a batch of one."""
+  here = jnp.arange(x.shape[1])[None] == index_B[:, None]
+  here = here.reshape(*here.shape, *(1,) * (x.ndim - 2))
+  return jnp.sum(jnp.where(here, x, 0), 1, dtype=x.dtype)
+
+
 def _verdict(p, weights, accepted, seed_B, round_B) -> Verdict:
   """Draws the token after the accepted ones from that row of `weights`."""
-  row = jnp.take_along_axis(weights, accepted[:, None, None], 1)
+  row = _pick(weights, accepted)[:, None]
   after = draw(keys(seed_B, round_B, CORRECT, 1), row)[:, 0]
   return Verdict(accepted, after, _failed(p, accepted))
 
 
 def _failed(p, accepted) -> Array:
   """Rows whose target is not a distribution where the next token comes from."""
-  row = jnp.take_along_axis(p, accepted[:, None, None], 1)[:, 0]
+  row = _pick(p, accepted)
   return ~(jnp.isfinite(row).all(-1) & (jnp.sum(row, -1) > 0))
 
 
