@@ -39,7 +39,6 @@ class Model(nnx.Module):
     self.needs = Needs(
       taps=tuple(sorted({t for n in needs for t in n.taps})),
       kv_layers=tuple(sorted({t for n in needs for t in n.kv_layers})),
-      target_probs=any(n.target_probs for n in needs),
       layers_given_up=given_up,
     )
     sizes = dataclasses.replace(trunk, layers=trunk.layers - given_up)
@@ -111,6 +110,12 @@ def loss(
     fold = None if key is None else jax.random.fold_in(key, n)
     own = dataclasses.replace(batch, drawn=batch.drawn[name])
     predicted[name] = objective.predict(trunk, out, own, step, fold)
+    found = (len(predicted[name].hidden), len(targets[name].valid), len(weights[name]))
+    if len(set(found)) > 1:
+      raise ValueError(
+        f'{name}: predictions, targets and config.depth are {found} depths; they must '
+        'be equally many'
+      )
 
   entropy = functools.partial(losses.cross_entropy, z_loss=config.z_loss)
   # All that share the trunk's head, the plain loss and its rows go through in one call.

@@ -128,16 +128,12 @@ class Needs:
   Attributes:
     taps: the residual stream after that many layers; 0 is the embedding.
     kv_layers: layers (from 0) whose keys and values are wanted.
-    target_probs: the trunk's own distribution is the target.
     layers_given_up: layers taken off the trunk, to match parameters.
-    trunk: whether the trunk runs at all.
   """
 
   taps: tuple[int, ...] = ()
   kv_layers: tuple[int, ...] = ()
-  target_probs: bool = False
   layers_given_up: int = 0
-  trunk: bool = True
 
 
 @jax.tree_util.register_dataclass
