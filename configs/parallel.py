@@ -18,15 +18,17 @@ from mtpjax.models import trunk
 def get_config(arg: Literal['', 'tiny'] = '') -> config.Config:
   c = config.Config(
     name='parallel',
-    steps=1000,
+    steps=800,
     data=batches.Config(source=sources.Stdlib(), length=128, batch=16),
-    trunk=trunk.Config(width=128, layers=7, heads=4, kv_heads=2, remat='none'),
+    trunk=trunk.Config(
+      width=128, layers=7, heads=4, kv_heads=2, qk_norm=True, remat='none'
+    ),
     # The trunk gives up three of its seven layers for the three extra heads. All heads
     # weigh the same in the paper: λ is their number.
     drafter=parallel.Config(
       depth=3, match_parameters=True, weight=schedules.Constant(3.0)
     ),
-    optimizer=step.OptimizerConfig(rate=schedules.WarmupCosine(peak=3e-3, warmup=100)),
+    optimizer=step.OptimizerConfig(rate=schedules.WarmupCosine(peak=5e-3, warmup=100)),
     checkpoint=checkpoint.Config(every=250),
   )
   if arg == 'tiny':

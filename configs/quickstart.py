@@ -18,12 +18,14 @@ from mtpjax.models import trunk
 def get_config(arg: Literal['', 'tiny'] = '') -> config.Config:
   c = config.Config(
     name='quickstart',
-    steps=1000,
+    steps=800,
     data=batches.Config(source=sources.Stdlib(), length=128, batch=16),
-    trunk=trunk.Config(width=128, layers=4, heads=4, kv_heads=2, remat='none'),
+    trunk=trunk.Config(
+      width=128, layers=4, heads=4, kv_heads=2, qk_norm=True, remat='none'
+    ),
     # One module, chained over three depths, as FastMTP trains it; λ as DeepSeek-V3.
     drafter=sequential.Config(depth=3, share=True, weight=schedules.Piecewise()),
-    optimizer=step.OptimizerConfig(rate=schedules.WarmupCosine(peak=3e-3, warmup=100)),
+    optimizer=step.OptimizerConfig(rate=schedules.WarmupCosine(peak=5e-3, warmup=100)),
     checkpoint=checkpoint.Config(every=250),
   )
   if arg == 'tiny':

@@ -267,7 +267,8 @@ def _chunks(
       return carry, (total, *counted)
     (total, counted), dz = jax.value_and_grad(value, has_aux=True)(logits)
     dh, dw = carry
-    dz = dz.astype(h.dtype)
+    # A loss may be NaN on fill, which counts for nothing.
+    dz = jnp.where((a != 0)[..., None], dz, 0).astype(h.dtype)
     one = jnp.einsum('gbxcv,vd->gbxcd', dz, w_VD, out_sharding=P(*rows, None))
     dh = jax.lax.dynamic_update_slice(
       dh, one[None, :, :, :, None], (k, 0, 0, 0, j, 0, 0)

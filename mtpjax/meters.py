@@ -77,7 +77,7 @@ class Training:
       parts[name] = {
         'loss_by_depth': means[f'{name}/loss'],
         'agreement_by_depth': means[f'{name}/agreement'],
-        'count_by_depth': self._meter.count(f'{name}/loss'),
+        'counts_by_depth': self._meter.count(f'{name}/loss'),
       }
     line = parts.pop(NEXT)
     for key, values in parts.pop('drafter', {}).items():

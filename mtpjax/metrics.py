@@ -1,7 +1,7 @@
 """Meters as (sum, count), the files of metrics, the progress line, the loss figure.
 
 One line of WORKDIR/metrics.jsonl is one JSON object: `step`, `loss` (total, nats),
-`loss_by_depth`, `agreement_by_depth`, `count_by_depth` (lists, index 0 the next token),
+`loss_by_depth`, `agreement_by_depth`, `counts_by_depth` (lists, the next token first),
 `lambda` ({objective: λ}), `learning_rate`, `grad_norm`, `tokens_per_second`; lines on
 held-out data also have `split: "heldout"`.
 """

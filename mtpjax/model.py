@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ class Model(nnx.Module):
   """A trunk and its objectives by name."""
 
   def __init__(
-    self, trunk: trunks.Config, objectives: dict[str, base.Config], rngs: nnx.Rngs
+    self, trunk: trunks.Config, objectives: Mapping[str, base.Config], rngs: nnx.Rngs
   ):
     configs = list(objectives.values())
     gives = [config.needs(trunk).layers_given_up for config in configs]
@@ -93,6 +94,7 @@ def loss(
   config: losses.Config,
   step: Int[Array, ''],
   key: Key[Array, ''] | None,
+  freeze_trunk: bool = False,
 ) -> tuple[Float[Array, ''], dict[str, Sums]]:
   """The differentiable total, and each objective's sums by depth.
 
@@ -102,6 +104,7 @@ def loss(
       microbatches, all processes.
     weights: what each depth's mean weighs, see `depth_weights`.
     key: None in evaluation.
+    freeze_trunk: the trunk's head is not trained, so its gradient is not formed.
   """
   trunk = model.trunk
   out = trunk(batch.tokens, batch.rows, model.needs)
@@ -138,7 +141,7 @@ def loss(
       first.loss or entropy,
       config.chunk_tokens,
       tuple(
-        predicted[n].trains_head
+        predicted[n].trains_head and not (freeze_trunk and predicted[n].head is None)
         for n, K in zip(names, depths, strict=True)
         for _ in range(K)
       ),
@@ -156,7 +159,7 @@ def _join(arrays):
 
 
 def init(
-  trunk: trunks.Config, objectives: dict[str, base.Config], seed: int
+  trunk: trunks.Config, objectives: Mapping[str, base.Config], seed: int
 ) -> tuple[Any, Any, Any]:
   """(graphdef, abstract parameters, a function that makes the parameters).
 
@@ -171,4 +174,11 @@ def init(
 
   key = jax.random.key(seed)
   graphdef = nnx.graphdef(nnx.eval_shape(build, key))
-  return graphdef, jax.eval_shape(parameters, key), lambda: jax.jit(parameters)(key)
+  # LLVM would spend seconds on code that runs once.
+  options = {'xla_backend_optimization_level': 0} if _on_cpu() else None
+  make = jax.jit(parameters, compiler_options=options)
+  return graphdef, jax.eval_shape(parameters, key), lambda: make(key)
+
+
+def _on_cpu() -> bool:
+  return jax.default_backend() == 'cpu'

@@ -149,7 +149,17 @@ def gradients(
 
   def total(trainable, batch, targets, key):
     merged = nnx.merge(graphdef, {**frozen, **trainable})
-    return model.loss(merged, batch, targets, counts, weights, config.loss, step, key)
+    return model.loss(
+      merged,
+      batch,
+      targets,
+      counts,
+      weights,
+      config.loss,
+      step,
+      key,
+      freeze_trunk=config.freeze_trunk,
+    )
 
   one = jax.value_and_grad(total, has_aux=True)
   N = config.optimizer.accumulate

@@ -123,7 +123,14 @@ def brief(values: Mapping[str, Any]) -> str:
   return '  '.join(parts)
 
 
-_UNSAID = ('step', 'loss', 'agreement_by_depth', 'count_by_depth', 'grad_norm', 'split')
+_UNSAID = (
+  'step',
+  'loss',
+  'agreement_by_depth',
+  'counts_by_depth',
+  'grad_norm',
+  'split',
+)
 
 
 def _listed(value: Any) -> Sequence[Any]:

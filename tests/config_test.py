@@ -258,7 +258,9 @@ def variants(path):
   """The arguments that a file's `get_config` says it takes, read without running it."""
   for node in ast.parse((ROOT / path).read_text()).body:
     if isinstance(node, ast.FunctionDef) and node.name == 'get_config':
-      return list(ast.literal_eval(node.args.args[0].annotation.slice))
+      literal = node.args.args[0].annotation
+      assert isinstance(literal, ast.Subscript)
+      return list(ast.literal_eval(literal.slice))
   raise AssertionError(f'{path} has no get_config')
 
 

@@ -12,6 +12,8 @@ import jax
 from jaxtyping import install_import_hook
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+# Most of the suite's time is compilation of what runs once.
+jax.config.update('jax_disable_most_optimizations', True)
 
 with install_import_hook('mtpjax', 'beartype.beartype'):
   import mtpjax.model

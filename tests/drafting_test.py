@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from mtpjax.models import block as blocks
 from mtpjax.models import cache, trunk
 from mtpjax.models.attention import Rows
 
-SIZES = {'width': 16, 'layers': 2, 'heads': 4, 'kv_heads': 2, 'ffn': 32}
+SIZES: dict[str, Any] = {'width': 16, 'layers': 2, 'heads': 4, 'kv_heads': 2, 'ffn': 32}
 LENGTHS = np.array([1, 2, 5, 7])  # of the prompts, the shortest first
 COMMITS = [
   [0, 1, 3, 2],

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,14 @@ from mtpjax.models.attention import Rows
 from mtpjax.sampling import engine, filters, stats
 
 V, K = 41, 4
-SIZES = {'vocab': V, 'width': 16, 'layers': 2, 'heads': 4, 'kv_heads': 2, 'ffn': 32}
+SIZES: dict[str, Any] = {
+  'vocab': V,
+  'width': 16,
+  'layers': 2,
+  'heads': 4,
+  'kv_heads': 2,
+  'ffn': 32,
+}
 LENGTHS = np.array([1, 3, 8, 8], np.int32)
 PLAN = engine.Plan(draft=K, slots=40, chunk=5)
 
@@ -117,7 +125,7 @@ def plainly(graphdef, params, count):
 
 
 def decoder(graphdef, plan=PLAN):
-  run = jax.jit(functools.partial(engine.decode, graphdef, plan))
+  run: Any = jax.jit(functools.partial(engine.decode, graphdef, plan))
 
   def decode(params, sampling, drafts=plan.draft, rows=slice(None)):
     ids = jax.device_put(prompts()[rows], mesh.whole_BT)

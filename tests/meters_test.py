@@ -45,7 +45,7 @@ def assert_line_is_of(line, steps):
   for name, values in expected.items():
     np.testing.assert_allclose(line[name], values, rtol=1e-14)
   counts = [sum(int(s['sums'][n].count[k]) for s in steps) for n, k in depths]
-  assert line['count_by_depth'] == counts
+  assert line['counts_by_depth'] == counts
   (other,) = line['objectives']
   assert other == 'token_order'
   np.testing.assert_allclose(
@@ -107,7 +107,7 @@ def test_without_a_drafter_a_line_has_the_next_token_alone():
   out = step_metrics(np.random.default_rng(3))
   out['sums'], out['lambda'] = {'next': out['sums']['next']}, {}
   line = meters.Training().add(1, out, tokens=10)
-  assert len(line['loss_by_depth']) == len(line['count_by_depth']) == 1
+  assert len(line['loss_by_depth']) == len(line['counts_by_depth']) == 1
   assert 'objectives' not in line
   assert line['lambda'] == {}
 

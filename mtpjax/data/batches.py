@@ -44,7 +44,9 @@ class Config:
   def validate(self, process_count: int = 1) -> None:
     """Raises DataError, naming the field and a value that works."""
     if self.length < 2:
-      raise DataError(f'data.length={self.length}: a target needs a row of 2 slots at least')
+      raise DataError(
+        f'data.length={self.length}: a target needs a row of at least 2 slots'
+      )
     _check_shares(self.batch, self.shards, process_count)
 
 
@@ -261,13 +263,13 @@ def _check_shares(batch: int, shards: int, process_count: int) -> None:
     raise DataError(f'process_count={process_count}: must be at least 1')
   if shards < 1 or shards % process_count:
     raise DataError(
-      f'data.shards={shards} over process_count={process_count}: must be a multiple of it, '
-      f'such as {_multiple_near(shards, process_count)}'
+      f'data.shards={shards} over process_count={process_count}: must be a '
+      f'multiple of it, such as {_multiple_near(shards, process_count)}'
     )
   if batch < 1 or batch % shards:
     raise DataError(
-      f'data.batch={batch} over data.shards={shards}: must be a multiple of it, such as '
-      f'{_multiple_near(batch, shards)}'
+      f'data.batch={batch} over data.shards={shards}: must be a multiple of it, '
+      f'such as {_multiple_near(batch, shards)}'
     )
 
 

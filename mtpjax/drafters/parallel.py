@@ -89,7 +89,9 @@ class Parallel(base.Drafter):
 
     if self.sizes.remat != 'none':
       body = jax.checkpoint(
-        body, policy=trunks.REMAT[self.sizes.remat], prevent_cse=False
+        body,
+        policy=trunks.REMAT[self.sizes.remat],
+        prevent_cse=self.config.depth == 1,
       )
     _, hidden_KBTD = jax.lax.scan(body, x_BTD, blocks.arrays(self.block))
     return base.Predictions(hidden_KBTD, trains_head='head' not in self.config.detach)

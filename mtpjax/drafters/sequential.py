@@ -179,7 +179,7 @@ class Sequential(base.Drafter):
 
     if self.sizes.remat != 'none':
       body = jax.checkpoint(
-        body, policy=trunks.REMAT[self.sizes.remat], prevent_cse=False
+        body, policy=trunks.REMAT[self.sizes.remat], prevent_cse=K == 1
       )
     xs = (tokens_KBT, jnp.arange(K), None if config.share else w)
     _, hidden_KBTD = jax.lax.scan(body, (h0, earlier), xs)

@@ -105,6 +105,10 @@ class Config:
         f'does not divide trunk.heads={self.heads}',
         'use a divisor of the heads',
       )
+    for name in ('ffn', 'head_width', 'rope_theta', 'norm_epsilon', 'embed_std'):
+      value = getattr(self, name)
+      if not value > 0:
+        raise ConfigError(f'trunk.{name}', value, 'is not positive', 'use more than 0')
     if not self.windows or min(self.windows) < 0:
       raise ConfigError(
         'trunk.windows', self.windows, 'is no pattern of windows', 'use e.g. (1024, 0)'
@@ -276,7 +280,7 @@ def scan(
     index, group = xs
     for j, window in enumerate(config.windows):
       one = jax.tree.map(lambda a, j=j: a[j], group)
-      carry = layer_fn(scanned=True)(carry, one, index * period + j, window)
+      carry = layer_fn(scanned=whole > 1)(carry, one, index * period + j, window)
     return carry, None
 
   if whole:

@@ -8,6 +8,7 @@ t[anchor + j], so slots are the depths and `rho` weighs them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,8 @@ class BlockDiffusion(base.Objective):
     sizes, eps = self.sizes, self.sizes.norm_epsilon
     w = jax.tree.map(lambda a: a[0], blocks.arrays(self.block))
     pairs = zip(self.taps, self.w_join[...], strict=True)
-    context = sum(layers.linear(out.taps[n], m, 'D,DE->E') for n, m in pairs)
+    parts = [layers.linear(out.taps[n], m, 'D,DE->E') for n, m in pairs]
+    context = functools.reduce(jnp.add, parts)
     context = layers.norm(context, self.gain_context[...], eps)
     _, keys, values = attention.project(w, context, batch.rows.positions, sizes)
 
