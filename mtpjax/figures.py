@@ -65,7 +65,8 @@ def loss_figure(metrics: Sequence[Mapping[str, Any]], path: str | os.PathLike) -
     top.legend(frameon=False, loc='upper right')
   for index, (name, values) in enumerate(sorted(weights.items())):
     style = ('-', '--', ':', '-.')[index % 4]
-    bottom.plot(*zip(*values, strict=True), style, color='0.25', label=name)
+    steps = zip(*values, strict=True)
+    bottom.plot(*steps, style, color='0.25', label=name, drawstyle='steps-post')
   if weights:
     bottom.set_ylabel('λ', rotation=0, labelpad=12)
     top_weight = max(y for line in bottom.lines for y in np.ravel(line.get_ydata()))
@@ -104,7 +105,7 @@ def _limit(axes: Any, values: list[float]) -> None:
   """The first steps' loss, several times the rest, must not flatten the curves."""
   finite = np.array([y for y in values if math.isfinite(y)])
   if len(finite):
-    low, high = float(finite.min()), float(np.quantile(finite, 0.985))
+    low, high = float(finite.min()), float(np.quantile(finite, 0.95))
     pad = max(high - low, 1e-3) * 0.08
     axes.set_ylim(low - pad, high + pad)
 
