@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 
 from mtpjax.metrics import Meter
 from mtpjax.model import NEXT
@@ -36,7 +37,7 @@ class Training:
 
   def set_state(self, state: dict[str, Any]) -> None:
     for name, (total, count) in state.items():
-      self._meter.add(name, total, count)
+      self._meter.add(name, np.asarray(total), np.asarray(count))
 
   def add(self, step: int, out: dict, tokens: int) -> dict[str, Any]:
     """Adds one step's metrics, on the host; returns what a progress line shows.

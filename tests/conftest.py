@@ -1,6 +1,8 @@
 """Eight simulated CPU devices, strict promotion, and shapes checked by beartype."""
 
+import importlib
 import os
+import pkgutil
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = (
@@ -16,5 +18,7 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 jax.config.update('jax_disable_most_optimizations', True)
 
 with install_import_hook('mtpjax', 'beartype.beartype'):
-  import mtpjax.model
-  import mtpjax.step  # noqa: F401
+  import mtpjax
+
+  for module in pkgutil.walk_packages(mtpjax.__path__, 'mtpjax.'):
+    importlib.import_module(module.name)
