@@ -144,5 +144,8 @@ def _check_dtype(sizes: trunk.Config) -> None:
 
 
 def conventions(config: Config) -> dict:
-  """What somebody must know to run a checkpoint elsewhere, by objective."""
-  return {name: part.conventions() for name, part in config.parts().items()}
+  """What somebody must know to run a checkpoint elsewhere: `kind`, `modules` and every
+  choice of the drafter, and under `objectives` those of each other one, by name."""
+  found = {name: part.conventions() for name, part in config.parts().items()}
+  drafter = found.pop('drafter', {'kind': None, 'modules': 0, 'shared': []})
+  return {**drafter, 'objectives': found}

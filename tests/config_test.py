@@ -234,10 +234,10 @@ def test_conventions_name_every_choice_of_every_objective():
     objectives=(parallel.Config(depth=2),),
   )
   found = configs.conventions(config)
-  assert found['drafter']['modules'] == found['drafter']['depth'] == 3
-  assert found['drafter']['concat'] == 'hidden_embed'
-  assert found['drafter']['shared'] == ['embedding', 'head']
-  assert found['parallel']['teacher_forcing_inputs'].startswith('none')
+  assert found['modules'] == found['depth'] == 3
+  assert found['concat'] == 'hidden_embed'
+  assert found['shared'] == ['embedding', 'head']
+  assert found['objectives']['parallel']['teacher_forcing_inputs'].startswith('none')
   json.dumps(found)
 
 
