@@ -120,6 +120,8 @@ def run(
 def _mistakes_exit(user_errors: tuple[type[Exception], ...]):
   try:
     yield
+  except KeyboardInterrupt:
+    sys.exit(130)
   except flags.Error as error:
     message = f'{error}; --help lists the flags'
   except (ConfigError, *user_errors) as error:

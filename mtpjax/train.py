@@ -2,7 +2,8 @@
 
   python -m mtpjax.train --config=configs/quickstart.py [--workdir=runs/NAME]
 
-The same command again goes on from the newest checkpoint. SIGTERM saves and exits 0.
+The same command again goes on from the newest checkpoint. SIGTERM and Ctrl-C save the
+step under way first.
 """
 
 import functools
@@ -35,16 +36,23 @@ _WORKDIR = flags.DEFINE_string(
 )
 
 
-def catch_sigterm() -> list[int]:
-  """A list that fills when SIGTERM arrives: the step under way is still finished."""
+def catch_signals() -> list[int]:
+  """A list that fills when SIGTERM or Ctrl-C arrives: the step under way is finished.
+  A second Ctrl-C ends at once."""
   received: list[int] = []
-  signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+
+  def note(number, _):
+    received.append(number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, note)
   return received
 
 
 def main(config: configs.Config) -> int:
   began = time.monotonic()
-  signals = catch_sigterm()
+  signals = catch_signals()
 
   # --- Everything that can be refused is refused before anything compiles.
   jax.set_mesh(mesh.make(config.mesh))
@@ -122,8 +130,9 @@ def main(config: configs.Config) -> int:
         position = {'rows': rows.get_state(), 'meter': meter.get_state()}
         saved.save(done, state, position, wait=last)
       if stopping:
-        say(f'SIGTERM: saved step {done} in {directory}; the same command goes on')
-        return 0
+        name = signal.Signals(signals[0]).name
+        say(f'{name}: saved step {done} in {directory}; the same command goes on')
+        return 0 if signals[0] == signal.SIGTERM else 130
 
     # --- Held-out evaluation, and what people and programs read afterwards.
     result = heldout.evaluate(

@@ -7,7 +7,9 @@ loss.png        the loss curves               summary.json  the result, for prog
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ def claim(workdir: str, config: configs.Config) -> Path:
       )
     if jax.process_index() == 0:
       path.mkdir(parents=True, exist_ok=True)
+      _lock(path)
       metrics.write_summary(saved, new)
   except WorkdirError:
     raise
@@ -52,7 +55,26 @@ def claim(workdir: str, config: configs.Config) -> Path:
 
 def _torn(file: Path) -> bool:
   """A run killed while it wrote its very first file leaves this."""
-  return file.name.startswith('config.json.part-')
+  return file.name == _LOCK or file.name.startswith('config.json.part-')
+
+
+_LOCK = '.lock'
+
+
+def _lock(path: Path) -> None:
+  """Two runs in one directory would delete and overwrite each other's steps. The system
+  drops the lock with the process, however that ends."""
+  file = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT)  # open until the process ends
+  try:
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except (BlockingIOError, PermissionError):
+    os.close(file)
+    raise WorkdirError(
+      f'--workdir={path} is in use by another training; wait for it, or use another '
+      'directory'
+    ) from None
+  except OSError:  # a file system without locks
+    os.close(file)
 
 
 def _same(old: Any, new: dict[str, Any], path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -35,7 +37,7 @@ def test_a_new_directory_is_made_with_its_parents_and_holds_the_resolved_config(
   config = settings()
   path = workdir.claim(str(tmp_path / 'a' / 'b'), config)
   assert path == tmp_path / 'a' / 'b'
-  assert [file.name for file in path.iterdir()] == ['config.json']
+  assert {file.name for file in path.iterdir()} == {'.lock', 'config.json'}
   saved = json.loads((path / 'config.json').read_text())
   assert saved['trunk']['vocab'] == 256  # of the tokenizer
   assert saved['trunk']['ffn'] == config.trunk.ffn == 64
@@ -145,3 +147,22 @@ def test_a_checkpoint_carries_what_is_needed_to_run_it_elsewhere():
   assert drafter['kind'] == 'sequential'
   assert drafter['modules'] == 1
   assert drafter['shared'] == ['embedding', 'head', 'module']
+
+
+def test_a_directory_in_use_by_another_process_is_refused(tmp_path):
+  program = (
+    'import fcntl, sys; file = open(sys.argv[1], "w"); '
+    'fcntl.lockf(file, fcntl.LOCK_EX); print("held", flush=True); sys.stdin.read()'
+  )
+  other = subprocess.Popen(
+    [sys.executable, '-c', program, str(tmp_path / '.lock')],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  assert other.stdin is not None and other.stdout is not None
+  assert other.stdout.readline() == 'held\n'
+  with pytest.raises(workdir.WorkdirError, match='in use by another training'):
+    workdir.claim(str(tmp_path), settings())
+  other.communicate('')
+  workdir.claim(str(tmp_path), settings())
