@@ -138,7 +138,7 @@ def test_a_checkpoint_carries_what_is_needed_to_run_it_elsewhere():
   assert saved['tokenizer'] == tokenizer.to_json()
   assert saved['tokenizer_fingerprint'] == tokenizer.fingerprint
   assert saved['vocabulary'] == {'tokens': 256, 'padded': 256}
-  drafter = saved['conventions']['drafter']
+  drafter = saved['conventions']
   for field in dataclasses.fields(sequential.Config):
     if field.name not in ('weight', 'rho'):  # of the loss alone
       assert drafter[field.name] == json.loads(
