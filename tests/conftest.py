@@ -13,6 +13,8 @@ os.environ.setdefault('MPLBACKEND', 'agg')
 import jax
 from jaxtyping import install_import_hook
 
+pytest_plugins = ['runs']  # its fixtures
+
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 # Most of the suite's time is compilation of what runs once.
 jax.config.update('jax_disable_most_optimizations', True)

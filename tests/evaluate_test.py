@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import random
 import re
 import subprocess
@@ -10,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from runs import environment
 
 from mtpjax.data import sources
 
@@ -68,16 +68,7 @@ def command(place):
   def run(name, *args, devices=1):
     return subprocess.run(
       [sys.executable, '-m', f'mtpjax.{name}', *args],
-      env={
-        **os.environ,
-        'JAX_PLATFORMS': 'cpu',
-        # Little is run, so most of the time would go into optimising it.
-        'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} '
-        '--xla_backend_optimization_level=0',
-        'JAX_COMPILATION_CACHE_DIR': str(place / f'cache-{devices}'),
-        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-        'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
-      },
+      env=environment(place, devices),
       cwd=place,
       capture_output=True,
       text=True,

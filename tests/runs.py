@@ -1,0 +1,205 @@
+"""Commands in processes of their own: a small config, texts, and what a run wrote."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+ROOT = Path(__file__).parents[1]
+EVERY, STEPS = 8, 20
+
+CONFIG = """
+import os
+import time
+from typing import Any, Literal
+
+import jax
+
+from mtpjax import checkpoint, config, schedules, step
+from mtpjax.data import batches, sources
+from mtpjax.drafters import sequential
+from mtpjax.models import trunk
+
+# AT=n SIGNAL=s: this process gets signal s as it asks for its n-th batch, once the
+# file AFTER is there. NAN_AT=n: its n-th step starts from parameters that are not
+# numbers.
+draw, compile_train = batches.TrainBatches.__next__, step.compile_train
+drawn = 0
+
+
+def draw_counted(self):
+  global drawn
+  drawn += 1
+  if os.environ.get('AT') == str(drawn):
+    while not os.path.exists(os.environ.get('AFTER', '/')):
+      time.sleep(0.01)
+    os.kill(os.getpid(), int(os.environ['SIGNAL']))
+  return draw(self)
+
+
+def compile_spoilt(*args):
+  run = compile_train(*args)
+
+  def one(state, arrays):
+    if os.environ.get('NAN_AT') == str(drawn):
+      state['params'] = jax.tree.map(lambda x: x * float('nan'), state['params'])
+    return run(state, arrays)
+
+  return one
+
+
+batches.TrainBatches.__next__, step.compile_train = draw_counted, compile_spoilt
+
+
+def get_config(arg: Literal['', 'plain', 'frozen'] = ''):
+  c = config.Config(
+    name='small',
+    steps=STEPS,
+    log_every=1,
+    data=batches.Config(
+      source=sources.Text(files=('TEXT/*.txt',), heldout=0.3), length=16, batch=8
+    ),
+    trunk=trunk.Config(width=16, layers=1, heads=2, ffn=32, remat='none'),
+    drafter=sequential.Config(depth=2),
+    optimizer=step.OptimizerConfig(
+      rate=schedules.WarmupCosine(peak=1e-2, warmup=5), accumulate=2
+    ),
+    checkpoint=checkpoint.Config(every=EVERY),
+  )
+  if arg:
+    c.steps, c.optimizer.accumulate = 4, 1
+  if arg == 'plain':
+    c.drafter, c.data.source.heldout = None, 0.0
+  if arg == 'frozen':
+    c.freeze_trunk, c.checkpoint.every = True, 1
+  return c
+"""
+
+WORDS = ('one', 'module', 'predicts', 'the', 'token', 'after', 'next', 'another')
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+  """A folder with texts and the config file; compiled programs are kept there too."""
+  folder = tmp_path_factory.mktemp('train')
+  (folder / 'text').mkdir()
+  rng = random.Random(0)
+  for n in range(60):  # shorter and longer than a row
+    text = ' '.join(rng.choices(WORDS, k=rng.randint(1, 7)))
+    (folder / 'text' / f'{n}.txt').write_text(text)
+  config = CONFIG.replace('TEXT', str(folder / 'text'))
+  config = config.replace('STEPS', str(STEPS)).replace('EVERY', str(EVERY))
+  (folder / 'small.py').write_text(config)
+  return folder
+
+
+@pytest.fixture(scope='module')
+def train(place):
+  """Runs the command to its end."""
+
+  def run(workdir, *args, variant='', devices=1, command='train', **env):
+    return subprocess.run(
+      command_line(place, workdir, *args, variant=variant, command=command),
+      env=environment(place, devices, **env),
+      cwd=place,
+      capture_output=True,
+      text=True,
+      timeout=300,
+    )
+
+  return run
+
+
+def command_line(place, workdir, *args, variant='', command='train'):
+  config = f'{place}/small.py' + (f':{variant}' if variant else '')
+  start = [sys.executable, '-m', f'mtpjax.{command}']
+  if command == 'train':
+    start += [f'--config={config}', f'--workdir={workdir}']
+  return [*start, *args]
+
+
+def environment(place, devices=1, **env):
+  """Little is run, so most of the time would go into optimising it."""
+  return {
+    **os.environ,
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} '
+    '--xla_backend_optimization_level=0',
+    'JAX_COMPILATION_CACHE_DIR': str(place / f'cache-{devices}'),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+    **{name: str(value) for name, value in env.items()},
+  }
+
+
+def ended_well(done):
+  assert done.returncode == 0, done.stderr[-3000:]
+  return done
+
+
+def lines(workdir):
+  """The lines of metrics, without what depends on the clock."""
+  found = [json.loads(x) for x in (workdir / 'metrics.jsonl').read_text().splitlines()]
+  return [{k: v for k, v in x.items() if k != 'tokens_per_second'} for x in found]
+
+
+def summary(workdir):
+  return json.loads((workdir / 'summary.json').read_text())
+
+
+def saved_steps(workdir):
+  names = [p.name for p in (workdir / 'checkpoints').iterdir()]
+  return sorted(int(name) for name in names if name.isdigit())
+
+
+def arrays(workdir, step):
+  """Every array of a checkpoint by name, as orbax alone reads it."""
+  with warnings.catch_warnings():
+    warnings.filterwarnings('ignore', 'Sharding info not provided')
+    state = ocp.load_checkpointables(workdir / 'checkpoints' / str(step))['state']
+  found = {}
+
+  def walk(node, name):
+    if isinstance(node, dict):
+      for key, child in node.items():
+        walk(child, f'{name}/{key}')
+    else:
+      found[name] = np.asarray(node)
+
+  walk(state, '')
+  return found
+
+
+def assert_same_end(workdir, straight):
+  """Bit for bit: parameters, optimiser state and figures."""
+  a, b = arrays(workdir, STEPS), arrays(straight, STEPS)
+  assert a.keys() == b.keys()
+  for name in a:
+    assert a[name].dtype == b[name].dtype
+    np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+  for name in ('loss', 'loss_by_depth', 'agreement_by_depth', 'counts_by_depth'):
+    assert summary(workdir)[name] == summary(straight)[name]
+
+
+@pytest.fixture(scope='module')
+def straight(place, train):
+  """A run of 20 steps that nothing stopped."""
+  ended_well(train(place / 'straight'))
+  return place / 'straight'
+
+
+def assert_mistake(done, *said):
+  """One line on stderr, code 2, and no traceback."""
+  assert done.returncode == 2, (done.returncode, done.stderr[-3000:])
+  errors = [x for x in done.stderr.splitlines() if x.startswith('error: ')]
+  assert len(errors) == 1, done.stderr
+  assert 'Traceback' not in done.stderr
+  for text in said:
+    assert text in done.stderr, done.stderr
