@@ -255,7 +255,8 @@ def read_metadata(directory: _Path, step: int | None = None) -> dict:
   Raises CheckpointError if there is none that can be read.
   """
   path = _absolute(directory)
-  for candidate in _numbered(path)[::-1] if step is None else [step]:
+  wanted = _numbered(path)[::-1] if step is None else [step]
+  for candidate in (s for s in wanted if (path / str(s)).exists()):
     try:
       return _read_record(path / str(candidate))['metadata']
     except _DamagedError as error:
@@ -414,7 +415,8 @@ def _context() -> ocp.Context:
 
 
 def _audible(record: std_logging.LogRecord) -> bool:
-  return record.levelno >= std_logging.ERROR or '/orbax/' not in record.pathname
+  # Its errors come with tracebacks, several for one cause that CheckpointError names.
+  return '/orbax/' not in record.pathname
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 
@@ -61,10 +62,9 @@ def finalize(config: Config, vocab: int | None = None) -> Config:
   """
   fields.check_types(config)
   for name in ('steps', 'log_every'):
-    if getattr(config, name) < 1:
-      raise ConfigError(
-        name, getattr(config, name), 'is not positive', 'use at least 1'
-      )
+    value = getattr(config, name)
+    if not 1 <= value < 2**31:
+      raise ConfigError(name, value, 'is out of range', 'use 1 … 2³¹ - 1')
   if not 0 <= config.seed < 2**32:
     raise ConfigError('seed', config.seed, 'is no seed', 'use one in 0 … 2³² - 1')
   config.trunk.finalize(vocab)
@@ -126,12 +126,13 @@ def _check_mesh(config: Config) -> None:
   for field, value, axes, times, said in checks:
     divisor = mesh.axis_size(*axes) * times
     if value % divisor:
+      whole = math.lcm(divisor, config.data.shards if field == 'data.batch' else 1)
       over = said + ' × '.join(f'mesh.{axis}' for axis in axes)
       raise ConfigError(
         field,
         value,
         f'does not divide by {over} = {divisor}',
-        f'use a multiple, such as {-(-value // divisor) * divisor}',
+        f'use a multiple, such as {-(-value // whole) * whole}',
       )
 
 

@@ -7,6 +7,7 @@ other text, whole files; `--config.mesh.tensor=2` and the like choose another me
 """
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,6 +40,19 @@ def saved_checkpoints() -> Any:
   return find(_CHECKPOINT.value)
 
 
+def writable(name: str) -> Path:
+  """Where --json will be written; found out before the evaluation, not after."""
+  path = Path(name).expanduser()
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.open('a').close()
+  except OSError as error:
+    raise fields.ConfigError(
+      '--json', name, f'cannot be written: {error.strerror}', 'name another file'
+    ) from None
+  return path
+
+
 def saved_config() -> Any:
   """The config that the checkpoint was trained with."""
   metadata = read_metadata(saved_checkpoints(), _STEP.value)
@@ -46,6 +60,7 @@ def saved_config() -> Any:
 
 
 def main(config: configs.Config) -> int:
+  out = writable(_JSON.value) if _JSON.value else None
   directory = saved_checkpoints()
   saved = read_metadata(directory, _STEP.value)
   if _FILES.value:
@@ -55,6 +70,7 @@ def main(config: configs.Config) -> int:
   tokens = tokenizer.from_json(saved['tokenizer'])
   configs.finalize(config, tokens.vocab_size)
   split = 'train' if _FILES.value else 'heldout'
+  title = ', '.join(_FILES.value) if _FILES.value else 'held out'
   rows = batches.open_rows(config.data, tokens, split)
 
   graphdef, abstract, _ = model.init(config.trunk, config.parts(), config.seed)
@@ -67,8 +83,8 @@ def main(config: configs.Config) -> int:
     rows,
     functools.partial(terminal.watch, total=heldout.count(config, rows)),
   )
-  terminal.say(f'{directory}, step {restored.step}\n{heldout.table(figures)}')
-  if _JSON.value and jax.process_index() == 0:
+  terminal.say(f'{directory}, step {restored.step}\n{heldout.table(figures, title)}')
+  if out and jax.process_index() == 0:
     summary = {
       'checkpoint': str(directory),
       'step': restored.step,
@@ -76,9 +92,11 @@ def main(config: configs.Config) -> int:
       'mtp': saved['conventions'],
       'conditions': {**metrics.conditions(), 'mesh': mesh.axis_sizes()},
     }
-    metrics.write_summary(_JSON.value, summary)
+    metrics.write_summary(out, summary)
   return 0
 
 
 if __name__ == '__main__':
-  command.run(main, default=saved_config, user_errors=(CheckpointError, DataError))
+  command.run(
+    main, default=saved_config, user_errors=(CheckpointError, DataError, OSError)
+  )

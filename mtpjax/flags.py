@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -177,7 +178,8 @@ def load(spec: str) -> Any:
   path, _, arg = spec.partition(':')
   if not Path(path).is_file():
     near = sorted(str(p) for p in Path(path).parent.glob('*.py'))
-    raise ConfigError('--config', spec, 'no such file', fields.suggest(path, near))
+    problem = f'no such file from {os.getcwd()}'
+    raise ConfigError('--config', spec, problem, fields.suggest(path, near))
   # ml_collections would run a second file in the module of the first one.
   sys.modules.pop(_MODULE, None)
   # Its import warns. No catch_warnings: filters that imported modules set must stay.

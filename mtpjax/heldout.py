@@ -46,10 +46,10 @@ def evaluate(
   return {'loss': figures['loss_by_depth'][0], **figures, 'objectives': tables}
 
 
-def table(figures: dict[str, Any]) -> str:
+def table(figures: dict[str, Any], title: str = 'held out') -> str:
   """The same for people: a row a depth."""
   if figures['loss'] is None:
-    return 'held out: nothing'
+    return f'{title}: nothing'
   rows = [('depth', 'nats/token', 'bits/byte', 'top-1', 'targets')]
   parts = {'': figures, **figures['objectives']}
   for name, part in parts.items():
@@ -69,7 +69,7 @@ def table(figures: dict[str, Any]) -> str:
   lines = [
     '  '.join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in rows
   ]
-  return '\n'.join(['held out:', *lines])
+  return '\n'.join([f'{title}:', *lines])
 
 
 def _number(value: float | None, digits: int = 4) -> str:

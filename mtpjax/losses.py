@@ -49,10 +49,12 @@ class Targets:
   Attributes:
     ids: target tokens, int [K, B, T]; or arrays [K, B, T, ...] that a loss reads.
     valid: which of them count, [K, B, T].
+    are_tokens: whether `ids` are, so that evaluation can give bits per byte.
   """
 
   ids: Leaf
   valid: Leaf
+  are_tokens: bool = dataclasses.field(default=True, metadata={'static': True})
 
   @property
   def counts(self) -> Int[Array, ' K']:
@@ -119,8 +121,10 @@ def normalised(targets: Targets, counts: Int[Array, ' K'], weights: Float[Array,
 
 # --------------------------------------------------------------------------------- loss
 
-# (logits [*shape, V] in float32 or wider, targets [*shape]) ->
-#   (value to minimise, negative log-likelihood to report, agreement), each [*shape]
+# (logits [*shape, V] in float32 or wider, `Targets.ids` [*shape, ...]) ->
+#   (value to minimise, figure to report in its place, agreement), each [*shape]
+# The logits are one chunk, sharded over V: reduce over it, and pick entries by
+# comparing with `vocabulary(logits)`; indexing a sharded axis has no gradient.
 Loss = Callable[[Array, Any], tuple[Array, Array, Array]]
 
 

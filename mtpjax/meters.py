@@ -48,8 +48,8 @@ class Training:
     for name in ('loss', 'grad_norm'):
       if not math.isfinite(out[name]):
         raise TrainingError(
-          f'step {step}: {name} is {float(out[name])}; the newest checkpoint is of a '
-          'step before; lower optimizer.rate.peak or optimizer.clip, or raise '
+          f'step {step}: {name} is {float(out[name])}; nothing of it is saved; '
+          'lower optimizer.rate.peak or optimizer.clip, or raise '
           'optimizer.rate.warmup'
         )
     sums = {name: s for name, s in out['sums'].items()}

@@ -88,7 +88,7 @@ Schedule = Constant | Piecewise | Linear | Cosine
 def _not_negative(field: str, **values: int | float) -> None:
   for name, value in values.items():
     if not value >= 0:
-      raise ConfigError(f'{field}.{name}', value, 'is negative', 'use 0 for no weight')
+      raise ConfigError(f'{field}.{name}', value, 'is negative', 'use 0 for none')
 
 
 @dataclasses.dataclass

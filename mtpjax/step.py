@@ -234,7 +234,7 @@ def eval_step(
   )
   lengths = {}
   for name, target in targets.items():
-    if getattr(target.ids, 'ndim', 0) == 3:  # else they are no tokens
+    if target.are_tokens and getattr(target.ids, 'shape', None) == target.valid.shape:
       spec = jax.typeof(target.ids).sharding.spec
       each = bytes_V.at[target.ids].get(out_sharding=spec)
       lengths[name] = jnp.sum(jnp.where(target.valid, each, 0), (1, 2))

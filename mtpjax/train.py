@@ -8,6 +8,7 @@ step under way first.
 
 import functools
 import signal
+import sys
 import time
 
 import jax
@@ -87,7 +88,8 @@ def main(config: configs.Config) -> int:
   if restored is not None:
     state, start = restored.state, restored.step
     rows.set_state(restored.data_state['rows'])
-    say(f'resuming {directory} at step {start}')
+    done = 'is finished, evaluating again' if start == config.steps else 'going on'
+    say(f'resuming {directory} at step {start}: {done}')
   else:
     state, start = jax.jit(init_state)(make_params()), 0
   parameters = sum(x.size for x in jax.tree.leaves(state['params']))
@@ -134,7 +136,10 @@ def main(config: configs.Config) -> int:
         say(f'{name}: saved step {done} in {directory}; the same command goes on')
         return 0 if signals[0] == signal.SIGTERM else 130
 
-    # --- Held-out evaluation, and what people and programs read afterwards.
+    # --- Held-out evaluation, and what people and programs read afterwards. All is
+    # saved: what asks to stop is obeyed at once.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     result = heldout.evaluate(
       eval_step,
       state['params'],
@@ -163,11 +168,10 @@ def main(config: configs.Config) -> int:
     metrics.write_summary(directory / 'summary.json', summary)
   say(heldout.table(result))
   say(
-    f'{time.monotonic() - began:.0f} s, {compile_seconds:.0f} of them compiling; '
-    f'{meter.tokens_per_second or 0:,.0f} tokens/s. Figures: {directory}/loss.png, '
-    f'{directory}/summary.json\nNext:\n'
+    f'{time.monotonic() - began:.0f} s, {compile_seconds:.0f} of them compiling. '
+    f'Figures: {directory}/loss.png, {directory}/summary.json\nNext:\n'
     f'  python -m mtpjax.evaluate --checkpoint={directory}\n'
-    f'  tensorboard --logdir={directory}/tensorboard'
+    f'  tensorboard --logdir={directory}/tensorboard  (pip install tensorboard)'
   )
   return 0
 
@@ -180,5 +184,6 @@ if __name__ == '__main__':
       DataError,
       meters.TrainingError,
       workdir.WorkdirError,
+      OSError,  # a full disk, say
     ),
   )

@@ -30,12 +30,14 @@ def claim(workdir: str, config: configs.Config) -> Path:
   Raises:
     WorkdirError: it holds a run of another config, or cannot be written.
   """
-  path = Path(workdir)
+  path = Path(workdir).expanduser()  # the shell leaves --workdir=~/x as it is
   saved = path / 'config.json'
   new = fields.to_json(config)
   try:
     if saved.exists():
       _same(json.loads(saved.read_text('utf-8')), new, path)
+      if (path / 'metrics.jsonl').exists():
+        metrics.read_metrics(path / 'metrics.jsonl')  # names a spoilt line
     elif path.exists() and any(not _torn(file) for file in path.iterdir()):
       raise WorkdirError(
         f'--workdir={workdir} holds files but no run of ours; use an empty directory'

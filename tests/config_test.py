@@ -81,8 +81,8 @@ def test_what_somebody_set_is_kept():
 @pytest.mark.parametrize(
   ('changes', 'field', 'fix'),
   [
-    ({'steps': 0}, 'steps = 0', 'at least 1'),
-    ({'log_every': 0}, 'log_every = 0', 'at least 1'),
+    ({'steps': 0}, 'steps = 0', 'use 1 …'),
+    ({'log_every': 0}, 'log_every = 0', 'use 1 …'),
     ({'seed': -1}, 'seed = -1', '2³²'),
     ({'seed': 2**32}, 'seed = 4294967296', '2³²'),
     ({'steps': '5'}, "steps = '5'", 'assign a whole number'),
@@ -147,7 +147,7 @@ def test_what_somebody_set_is_kept():
     ({'optimizer__rate__last': 1.5}, 'optimizer.rate.last = 1.5', 'fraction'),
     ({'checkpoint__every': 0}, 'checkpoint.every = 0', 'at least 1'),
     ({'checkpoint__keep': 0}, 'checkpoint.keep = 0', 'at least 1'),
-    ({'optimizer__accumulate': 3}, 'data.batch = 16', 'such as 18'),
+    ({'optimizer__accumulate': 3}, 'data.batch = 16', 'such as 24'),
     ({'trunk__widht': 5}, 'trunk.widht = 5', "did you mean 'width'?"),
     ({'trunk__rho': 5}, 'trunk.rho = 5', "did you mean 'drafter.rho'?"),
   ],
@@ -185,7 +185,12 @@ def test_what_the_data_cannot_be_is_refused_with_field_value_and_fix(
     ({}, {'fsdp': 8, 'replica': 1}, None, None),
     ({'optimizer__accumulate': 4}, {'fsdp': -1}, 'data.batch = 16', 'such as 32'),
     ({'data__batch': 8}, {'fsdp': 2, 'replica': 2, 'expert': 2}, None, None),
-    ({'data__batch': 8, 'data__shards': 4}, {'fsdp': 3}, 'data.batch = 8', 'such as 9'),
+    (
+      {'data__batch': 8, 'data__shards': 4},
+      {'fsdp': 3},
+      'data.batch = 8',
+      'such as 12',
+    ),
     ({}, {'fsdp': 1, 'tensor': 8}, 'trunk.heads = 4', 'such as 8'),
     ({'trunk__ffn': 66}, {'fsdp': 1, 'tensor': 4}, 'trunk.ffn = 66', 'such as 68'),
     (

@@ -307,3 +307,30 @@ def test_a_broken_parameter_fails_every_row_and_ends():
     params['trunk']['gain_final'] = params['trunk']['gain_final'] * jnp.nan
     state = decoder(graphdef, dataclasses.replace(PLAN, draft=2))(params, settings())
   assert (state.reason == engine.FAILED).all() and (state.length == LENGTHS).all()
+
+
+@pytest.mark.parametrize('name', ['rows', 'parallel'])
+def test_real_drafts_do_not_depend_on_longer_prompts_beside_them(name):
+  plan = dataclasses.replace(PLAN, draft=2, chunk=3)  # prompts end in chunks 1 to 3
+  with on_mesh(fsdp=1):
+    graphdef, params = build(dataclasses.replace(REAL[name], depth=2))
+    decode = decoder(graphdef, plan)
+    warm = settings(temperature=1.0, budget=6)
+    together = decode(params, warm, 2)
+    for b in range(3):
+      rows = [b] * 4  # the same prompt four times, so that nothing compiles again
+      seeds = settings(temperature=1.0, budget=6, seed=np.full(4, b))
+      alone = decode(params, seeds, 2, rows=rows)
+      assert texts(alone)[0] == texts(together)[b]
+      assert alone.accepted[0].tolist() == together.accepted[b].tolist()
+
+
+def test_a_row_ends_where_its_buffer_does(scripted):
+  params, text, _, _ = scripted
+  with on_mesh(fsdp=1):
+    graphdef, _ = build(Scripted(depth=K))
+    decode = decoder(graphdef, dataclasses.replace(PLAN, slots=12))
+    state = decode(with_right(params, PATTERNS['all']), settings())
+  assert (state.length == 12).all() and (state.reason == engine.LENGTH).all()
+  for b in range(4):
+    np.testing.assert_array_equal(state.tokens[b, :12], text[b, :12])

@@ -103,3 +103,7 @@ def test_the_commands_of_the_tour_run(tmp_path):
     )
     assert run.returncode == 0, f'{command}\n{run.stderr}'
   assert (tmp_path / 'runs/tiny/heldout.json').exists()
+
+
+def test_nothing_is_left_to_fill_in():
+  assert not re.search(r'@[A-Z0-9]+@|TODO|FIXME', README)

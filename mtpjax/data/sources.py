@@ -109,7 +109,7 @@ class Stdlib:
     delivered = chosen[split]
     if self.files is not None and self.files < len(chosen['train']):
       share = round(len(chosen['heldout']) * self.files / len(chosen['train']))
-      most = self.files if split == 'train' else max(1, share)
+      most = self.files if split == 'train' else max(4, share)  # one may be odd
       # By hash, for a sample of the whole library and not of its first letters.
       sample = sorted(delivered, key=lambda document: _fraction(document.name))[:most]
       delivered = sorted(sample, key=lambda document: document.name)

@@ -63,7 +63,7 @@ class Predictions:
     hidden: normalised, ready for the head, [K, B, T, D]; T may be any number of rows
       that divides over the mesh's 'context', the same as in the targets.
     head: None is the trunk's.
-    loss: None is cross-entropy to token ids.
+    loss: see `losses.Loss`; None is cross-entropy to token ids.
     trains_head: whether this loss changes the head.
   """
 
@@ -98,8 +98,10 @@ class Config:
         'is not positive',
         'use at least 1, or leave it out',
       )
-    if not self.rho > 0:
-      raise ConfigError(f'{field}.rho', self.rho, 'is not positive', 'use 1 for equal')
+    if not 0 < self.rho <= 100:
+      raise ConfigError(
+        f'{field}.rho', self.rho, 'is not in (0, 100]', 'use 1 for equal'
+      )
 
   def build(self, trunk: trunks.Config, rngs: nnx.Rngs) -> Objective:
     raise NotImplementedError(f'{type(self)} builds nothing')
@@ -159,7 +161,8 @@ class Committed:
 
   Attributes:
     start: position of the first of them, int [B].
-    count: how many of the N are committed, int [B]; what follows is junk.
+    count: how many of the N are committed, int [B]; what follows is junk. A row with
+      none stays as it was: its text ended before this chunk.
     tokens: the token after each, int [B, N]: that at position start + n + 1. The last
       of a row has no features yet; it opens the next verification.
     out: what `needs` asked for, over the N rows.

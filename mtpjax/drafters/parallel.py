@@ -22,7 +22,6 @@ from mtpjax.models import block as blocks
 from mtpjax.models import cache
 from mtpjax.models import trunk as trunks
 from mtpjax.models.attention import Leaf
-from mtpjax.models.cache import LayerCache
 
 
 @dataclasses.dataclass
@@ -64,7 +63,7 @@ class State:
   `ready` is [B, K, D].
   """
 
-  caches: list[LayerCache]
+  caches: Leaf
   ready: Leaf
 
 
@@ -116,7 +115,8 @@ class Parallel(base.Drafter):
       h, new = blocks.block(w, x_BTD, positions, self.sizes, look)
       kept.append(new)
       ready.append(cache.take(trunk.final_norm(h), block.count - 1, 1))
-    return State(kept, jnp.concatenate(ready, 1))
+    ready_BKD = jnp.concatenate(ready, 1)
+    return State(kept, cache.keep(state.ready, ready_BKD, block.count))
 
   def propose(
     self, trunk, caches, state: State, draft: int, choose: base.Choose

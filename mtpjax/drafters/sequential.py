@@ -23,7 +23,6 @@ from mtpjax.models import attention, cache, layers
 from mtpjax.models import block as blocks
 from mtpjax.models import trunk as trunks
 from mtpjax.models.attention import Leaf
-from mtpjax.models.cache import LayerCache
 
 MAX_REUSED = 16  # drafts of a reused module, which may go on beyond what it was trained
 
@@ -85,7 +84,7 @@ class State:
     first: the trunk's hidden of the last row, [B, D].
   """
 
-  caches: list[LayerCache]
+  caches: Leaf
   length: Leaf
   hidden: Leaf
   ready: Leaf
@@ -245,20 +244,21 @@ class Sequential(base.Drafter):
   def absorb(self, trunk, caches, state: State, block: base.Committed) -> State:
     h_BTD = self.first_hidden(trunk, block.out.hidden)
     length = block.start + block.count
-    first = _row(h_BTD, block.count - 1)
+    first = cache.keep(state.first, _row(h_BTD, block.count - 1), block.count)
     if self.config.attend == 'rows':
       out, chained, kept = self._extend(
         trunk, state.caches[0], h_BTD, block.tokens, block.start, step=0
       )
       last = block.count - 1
-      return State(
-        [kept],
-        length,
-        _row(chained, last)[:, None],
-        _row(out, last),
-        _row(block.tokens, last)[:, None],
-        first,
+      hidden, ready, tokens = (
+        cache.keep(old, new, block.count)
+        for old, new in (
+          (state.hidden, _row(chained, last)[:, None]),
+          (state.ready, _row(out, last)),
+          (state.tokens, _row(block.tokens, last)[:, None]),
+        )
       )
+      return State([kept], length, hidden, ready, tokens, first)
     N = len(state.caches)
     hidden = jnp.concatenate([state.hidden, cache.whole(h_BTD)], 1)
     tokens = jnp.concatenate([state.tokens, cache.whole(block.tokens)], 1)

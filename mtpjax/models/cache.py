@@ -61,6 +61,12 @@ def take(x: Array, start_B: Int[Array, ' B'], count: int) -> Array:
   return jax.vmap(lambda one, at: row(one, at, count))(whole(x), start_B)
 
 
+def keep(old: Array, new: Array, count_B: Int[Array, ' B']) -> Array:
+  """The new value [B, …] of rows that have any new tokens, else the old one."""
+  some = (count_B > 0).reshape(-1, *(1,) * (new.ndim - 1))
+  return jnp.where(some, new, old)
+
+
 def look_at_cache(
   cache: LayerCache, start_B: Int[Array, ' B'], config, window: int, before: int = 0
 ) -> Look:

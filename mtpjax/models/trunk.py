@@ -109,7 +109,9 @@ class Config:
       value = getattr(self, name)
       if not value > 0:
         raise ConfigError(f'trunk.{name}', value, 'is not positive', 'use more than 0')
-    if not self.windows or min(self.windows) < 0:
+    if self.vocab is not None and not 0 < self.vocab < 2**31 - self.vocab_multiple:
+      raise ConfigError('trunk.vocab', self.vocab, 'is out of range', 'use below 2³¹')
+    if not self.windows or min(self.windows) < 0 or max(self.windows) >= 2**31:
       raise ConfigError(
         'trunk.windows', self.windows, 'is no pattern of windows', 'use e.g. (1024, 0)'
       )

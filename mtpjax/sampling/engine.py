@@ -111,6 +111,13 @@ def decode(
     prompts_BP: right-padded prompts, P at most `plan.slots`.
     drafts: tokens to draft a round, at most `plan.draft`. Data: nothing recompiles.
   """
+  if prompts_BP.shape[1] > plan.slots:
+    raise ValueError(
+      f'prompts of {prompts_BP.shape[1]} tokens do not fit {plan.slots} slots'
+    )
+  # A row ends where its buffer does: past it, writes would fall on committed tokens.
+  room = jnp.minimum(sampling.budget, plan.slots - lengths_B)
+  sampling = dataclasses.replace(sampling, budget=room)
   state = prefill(graphdef, plan, weights, prompts_BP, lengths_B, sampling)
   return jax.lax.while_loop(
     lambda s: jnp.any(s.reason == LIVE),

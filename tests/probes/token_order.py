@@ -38,7 +38,9 @@ class TokenOrder(base.Objective):
     """Windows of the next tokens, [1, B, T, W]; -1 where there is none."""
     ahead = batch.targets(range(self.config.window))
     ids = jnp.where(ahead.valid, ahead.ids, -1)
-    return Targets(jnp.moveaxis(ids, 0, -1)[None], jnp.any(ahead.valid, 0)[None])
+    return Targets(
+      jnp.moveaxis(ids, 0, -1)[None], jnp.any(ahead.valid, 0)[None], are_tokens=False
+    )
 
   def predict(self, trunk, out, batch, step, key):
     return base.Predictions(
