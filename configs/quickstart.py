@@ -2,9 +2,9 @@
 
   python -m mtpjax.train --config=configs/quickstart.py
 
-Hardware: 2 CPU cores. Time: about 4 minutes, compilation included. Expected: on held-out
-files 1.35 nats for the next byte and 1.41, 1.36 and 1.36 at depths 1 to 3 of the MTP
-module. `:tiny` takes seconds and shows only that everything runs.
+Hardware: 2 CPU cores. Time: about 4 minutes, compilation included. Expected: on
+held-out files 1.35 nats for the next byte and 1.41, 1.36 and 1.36 at depths 1 to 3 of
+the MTP module. `:tiny` takes seconds and shows only that everything runs.
 """
 
 from typing import Literal
