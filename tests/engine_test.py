@@ -127,7 +127,7 @@ def plainly(graphdef, params, count):
 def decoder(graphdef, plan=PLAN):
   run: Any = jax.jit(functools.partial(engine.decode, graphdef, plan))
 
-  def decode(params, sampling, drafts=plan.draft, rows=slice(None)):
+  def decode(params, sampling, drafts=plan.draft, rows: Any = slice(None)):
     ids = jax.device_put(prompts()[rows], mesh.whole_BT)
     lengths = jax.device_put(LENGTHS[rows], mesh.ids_B)
     weights = engine.lay_out(params)
