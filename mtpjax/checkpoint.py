@@ -255,8 +255,7 @@ def read_metadata(directory: _Path, step: int | None = None) -> dict:
   Raises CheckpointError if there is none that can be read.
   """
   path = _absolute(directory)
-  wanted = _numbered(path)[::-1] if step is None else [step]
-  for candidate in (s for s in wanted if (path / str(s)).exists()):
+  for candidate in (s for s in _numbered(path)[::-1] if step in (None, s)):
     try:
       return _read_record(path / str(candidate))['metadata']
     except _DamagedError as error:
@@ -414,8 +413,7 @@ def _context() -> ocp.Context:
   return context
 
 
-def _audible(record: std_logging.LogRecord) -> bool:
-  # Its errors come with tracebacks, several for one cause that CheckpointError names.
+def _audible(record: std_logging.LogRecord) -> bool:  # CheckpointError says it once
   return '/orbax/' not in record.pathname
 
 
