@@ -26,10 +26,7 @@ ids_BT = P(BATCH, 'context')
 ids_KBT = P(None, BATCH, 'context')
 act_BTD = P(BATCH, 'context', None)
 act_KBTD = P(None, BATCH, 'context', None)
-act_BTF = P(BATCH, 'context', 'tensor')
 act_BTHC = P(BATCH, 'context', 'tensor', None)
-act_BTGQC = P(BATCH, 'context', 'tensor', None, None)
-logits_BTV = P(BATCH, 'context', 'tensor')
 whole_BT = P(BATCH, None)  # time unsharded: keys' positions, shifted tokens
 
 # Weights at rest; `gathered` drops 'fsdp' where one is used.

@@ -25,7 +25,6 @@ from mtpjax.sampling import filters, verify
 from mtpjax.sampling.filters import Sampling
 
 LIVE, STOP, LENGTH, FAILED = range(4)  # why a row ended
-REASONS = ('live', 'stop', 'length', 'failed')
 
 
 @jax.tree_util.register_dataclass
