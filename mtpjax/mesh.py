@@ -58,6 +58,11 @@ def key_BSGC(heads: int) -> P:
   return P(BATCH, None, heads_axis(heads), None)
 
 
+def cached_keys(heads: int) -> P:
+  """The same in a cache, heads first."""
+  return P(BATCH, heads_axis(heads), None, None)
+
+
 def stacked(spec: P) -> P:
   """The same weight, once a layer, depth or module."""
   return P(None, *spec)

@@ -73,7 +73,7 @@ def one_round(graphdef, params, text, caches, state, start, count, width, draft)
   Returns: trunk caches, drafter state, drafts [B, K] and their logits [B, K, V].
   """
   m = nnx.merge(graphdef, params)
-  part, layers = m.objectives['drafter'], trunk.unstack(blocks.arrays(m.trunk.blocks))
+  part, layers = m.objectives['drafter'], blocks.unstack(blocks.arrays(m.trunk.blocks))
   x = m.trunk.embed(jax.reshard(cache.take(text, start, width), mesh.ids_BT))
   out, caches = trunk.extend(layers, x, start, caches, m.trunk.config, m.needs)
   block = base.Committed(start, count, cache.take(text, start + 1, width), out)
@@ -93,7 +93,7 @@ def rounds(graphdef, params, text, draft):
   part = nnx.merge(graphdef, params).objectives['drafter']
   B, T = text.shape
   caches = [cache.empty(part.sizes, B, T + draft + 1) for _ in range(part.sizes.layers)]
-  state = part.init_state(B, T, draft)
+  state = part.init_state(base.Room(B, T + 9, 8, draft))
   step = jax.jit(
     functools.partial(one_round, graphdef, draft=draft), static_argnames='width'
   )

@@ -43,8 +43,8 @@ class Script(base.Drafter):
     self.text = nnx.Param(jnp.zeros((4, 64), jnp.int32))  # the continuation, by row
     self.right = nnx.Param(jnp.zeros((4, 64), jnp.int32))  # right drafts, by position
 
-  def init_state(self, batch, length, draft):
-    return jax.reshard(jnp.zeros((batch,), jnp.int32), mesh.ids_B)
+  def init_state(self, room):
+    return jax.reshard(jnp.zeros((room.batch,), jnp.int32), mesh.ids_B)
 
   def absorb(self, trunk, caches, state, block):
     return block.start + block.count
@@ -80,11 +80,12 @@ def settings(rows=4, **values):
     'min_p': 0.0,
     'budget': 20,
     'seed': np.arange(rows),
+    'draft': 99,
   }
   stop = np.full((rows, 2), -1, np.int32)
   if 'stop' in values:
     stop[:, 0] = values.pop('stop')
-  whole = ('top_k', 'budget', 'seed')
+  whole = ('top_k', 'budget', 'seed', 'draft')
   arrays = {
     name: jax.device_put(
       np.broadcast_to(value, rows).astype(np.int32 if name in whole else np.float32),
@@ -127,11 +128,11 @@ def plainly(graphdef, params, count):
 def decoder(graphdef, plan=PLAN):
   run: Any = jax.jit(functools.partial(engine.decode, graphdef, plan))
 
-  def decode(params, sampling, drafts=plan.draft, rows: Any = slice(None)):
+  def decode(params, sampling, rows: Any = slice(None)):
     ids = jax.device_put(prompts()[rows], mesh.whole_BT)
     lengths = jax.device_put(LENGTHS[rows], mesh.ids_B)
-    weights = engine.lay_out(params)
-    return jax.device_get(run(weights, ids, lengths, sampling, jnp.int32(drafts)))
+    weights = engine.lay_out(graphdef, params)
+    return jax.device_get(run(weights, ids, lengths, sampling))
 
   decode.compiled = run._cache_size
   return decode
@@ -237,7 +238,7 @@ def test_fewer_drafts_are_data(scripted):
   params, text, _, decode = scripted
   with on_mesh(fsdp=1):
     for drafts in range(K + 1):
-      state = decode(with_right(params, PATTERNS['all']), settings(), drafts)
+      state = decode(with_right(params, PATTERNS['all']), settings(draft=drafts))
       np.testing.assert_array_equal(state.tokens[2, :28], text[2, :28])
       assert state.rounds[0] == -(-19 // (drafts + 1))
   assert decode.compiled() <= 2
@@ -295,7 +296,7 @@ def test_greedy_parity_with_every_drafter(name, axes):
     graphdef, params = build(REAL[name], windows=(6, 0))
     text, _ = plainly(graphdef, params, 20)
     decode = decoder(graphdef, dataclasses.replace(PLAN, draft=3))
-    state = decode(params, settings(), 3)
+    state = decode(params, settings())
   for b, n in enumerate(LENGTHS):
     np.testing.assert_array_equal(state.tokens[b, : n + 20], text[b, : n + 20])
 
@@ -316,11 +317,11 @@ def test_real_drafts_do_not_depend_on_longer_prompts_beside_them(name):
     graphdef, params = build(dataclasses.replace(REAL[name], depth=2))
     decode = decoder(graphdef, plan)
     warm = settings(temperature=1.0, budget=6)
-    together = decode(params, warm, 2)
+    together = decode(params, warm)
     for b in range(3):
       rows = [b] * 4  # the same prompt four times, so that nothing compiles again
       seeds = settings(temperature=1.0, budget=6, seed=np.full(4, b))
-      alone = decode(params, seeds, 2, rows=rows)
+      alone = decode(params, seeds, rows=rows)
       assert texts(alone)[0] == texts(together)[b]
       assert alone.accepted[0].tolist() == together.accepted[b].tolist()
 

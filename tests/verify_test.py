@@ -20,9 +20,16 @@ def one_device():
 
 
 def sampling(rows, **settings):
-  defaults = {'temperature': 1.0, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0, 'budget': 9}
+  defaults = {
+    'temperature': 1.0,
+    'top_k': 0,
+    'top_p': 1.0,
+    'min_p': 0.0,
+    'budget': 9,
+    'draft': 9,
+  }
   values = {**defaults, **settings}
-  kinds = {'top_k': np.int32, 'budget': np.int32}
+  kinds = dict.fromkeys(('top_k', 'budget', 'draft'), np.int32)
   arrays = {
     name: jnp.asarray(np.broadcast_to(value, rows), kinds.get(name, np.float32))
     for name, value in values.items()

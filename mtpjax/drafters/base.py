@@ -216,6 +216,23 @@ def chain(tokens: list[Array], q: list[Array | None]) -> Draft:
   )
 
 
+@dataclasses.dataclass(frozen=True)
+class Room:
+  """What a decode makes room for.
+
+  Attributes:
+    batch: rows, B.
+    length: positions of a row, junk rows past its end included.
+    block: rows that `absorb` gets at once, at most.
+    draft: tokens of a draft, at most.
+  """
+
+  batch: int
+  length: int
+  block: int
+  draft: int
+
+
 class Drafter(Objective):
   """An objective that can also propose. State is a pytree of arrays with batch first.
 
@@ -228,8 +245,13 @@ class Drafter(Objective):
     """The longest draft it can propose."""
     return self.config.depth
 
-  def init_state(self, batch: int, length: int, draft: int) -> PyTree:
-    """Room for rows of `length` positions and drafts of up to `draft` tokens."""
+  def lay_out(self, params: dict) -> dict:
+    """Its parameters as drafting reads them, made once: what is sliced off a stack
+    inside the loop is copied in every round. See `block.lay_out`."""
+    return params
+
+  def init_state(self, room: Room) -> PyTree:
+    """The state before any token."""
     raise NotImplementedError(f'{type(self)} drafts nothing')
 
   def absorb(

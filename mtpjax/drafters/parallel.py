@@ -97,19 +97,22 @@ class Parallel(base.Drafter):
 
   # --- Drafting
 
-  def init_state(self, batch: int, length: int, draft: int) -> State:
-    shape = (batch, draft, self.sizes.width)
-    spec = P(mesh.BATCH, None, None)
+  def lay_out(self, params: dict) -> dict:
+    return {**params, 'block': blocks.lay_out(params['block'])}
+
+  def init_state(self, room: base.Room) -> State:
+    shape = (room.batch, room.draft, self.sizes.width)
+    size = (self.sizes, room.batch, room.length, self.window, room.block)
     return State(
-      [cache.empty(self.sizes, batch, length + draft) for _ in range(draft)],
-      jnp.zeros(shape, self.sizes.dtype, out_sharding=spec),
+      [cache.empty(*size) for _ in range(room.draft)],
+      jnp.zeros(shape, self.sizes.dtype, out_sharding=P(mesh.BATCH, None, None)),
     )
 
   def absorb(self, trunk, caches, state: State, block: base.Committed) -> State:
     x_BTD = block.out.taps[self.sizes.layers - 1]
     positions = cache.positions(block.start, x_BTD.shape[1])
     kept, ready = [], []
-    heads = trunks.unstack(blocks.arrays(self.block))[: len(state.caches)]
+    heads = blocks.unstack(blocks.arrays(self.block))[: len(state.caches)]
     for w, old in zip(heads, state.caches, strict=True):
       look = cache.look_at_cache(old, block.start, self.sizes, self.window)
       h, new = blocks.block(w, x_BTD, positions, self.sizes, look)

@@ -222,19 +222,25 @@ class Sequential(base.Drafter):
   def max_draft(self) -> int:
     return MAX_REUSED if self.config.attend == 'rows' else self.config.depth
 
-  def init_state(self, batch: int, length: int, draft: int) -> State:
-    config, D = self.config, self.sizes.width
-    rows = config.attend == 'rows'
-    count = 1 if rows else draft
-    spec = P(mesh.BATCH, None, None)
-    act = jnp.zeros((batch, count, D), self.sizes.dtype, out_sharding=spec)
-    ids = jnp.zeros((batch, count), jnp.int32, out_sharding=mesh.whole_BT)
+  def lay_out(self, params: dict) -> dict:
+    own = {n: tuple(a) for n, a in params.items() if n not in ('block', 'w_join')}
+    joins = (
+      tuple(layers.OutputsFirst.of(a, 1) for a in two) for two in params['w_join']
+    )
+    return {**own, 'w_join': tuple(joins), 'block': blocks.lay_out(params['block'])}
+
+  def init_state(self, room: base.Room) -> State:
+    D, rows = self.sizes.width, self.config.attend == 'rows'
+    count, before = (1, 0) if rows else (room.draft, room.draft)
+    shape, spec = (room.batch, count, D), P(mesh.BATCH, None, None)
+    act = jnp.zeros(shape, self.sizes.dtype, out_sharding=spec)
+    ids = jnp.zeros(shape[:2], jnp.int32, out_sharding=mesh.whole_BT)
     last = act[:, 0]
     # `depth` recomputes its last rows each round, from positions before 0 on at first.
-    slots = length + draft + (0 if rows else draft)
+    size = (room.length + before, self.window, room.block + before)
     return State(
-      [cache.empty(self.sizes, batch, slots) for _ in range(1 if rows else draft)],
-      jax.reshard(jnp.zeros((batch,), jnp.int32), mesh.ids_B),
+      [cache.empty(self.sizes, room.batch, *size) for _ in range(count)],
+      jax.reshard(jnp.zeros((room.batch,), jnp.int32), mesh.ids_B),
       act,
       last if rows else None,
       ids,
@@ -312,9 +318,7 @@ class Sequential(base.Drafter):
 
   def _extend(self, trunk, kept, h_BTD, ids_BT, start_B, step: int, before: int = 0):
     """New rows of one depth after those in its cache: as `module`."""
-    w = self.weights()
-    number = 0 if self.config.share else step
-    w = jax.tree.map(lambda a: a[number], w)
+    w = blocks.unstack(self.weights())[0 if self.config.share else step]
     e = trunk.embed(jax.reshard(ids_BT, mesh.ids_BT))
     positions = cache.positions(start_B, ids_BT.shape[1])
     look = cache.look_at_cache(kept, start_B, self.sizes, self.window, before)

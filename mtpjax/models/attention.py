@@ -139,6 +139,48 @@ def attend(
   return (out / jnp.swapaxes(total, 1, 2)[..., None]).astype(q_BTHC.dtype)
 
 
+def attend_cached(
+  q_BTHC: Float[Array, 'B T H C'],
+  k_BGSC: Float[Array, 'B G S C'],
+  v_BGSC: Float[Array, 'B G S C'],
+  seen_BTS: Bool[Array, 'B T S'],
+  softcap: float | None = None,
+) -> Float[Array, 'B T H C']:
+  """`attend` for few queries and many cached keys, which are read where they lie: the
+  queries of a group are rows of one matrix product."""
+  B, T, H, C = q_BTHC.shape
+  G = k_BGSC.shape[1]
+  Q, wide = H // G, layers.wide(q_BTHC.dtype)
+  heads = mesh.heads_axis(G)
+  # Groups over 'tensor' or, where they do not divide over it, the queries of each.
+  inner = None if heads else mesh.heads_axis(Q)
+  if heads is None:
+    q_BTHC = jax.reshard(q_BTHC, P(mesh.BATCH, None, None, None))
+  q = q_BTHC.reshape((B, T, G, Q, C), out_sharding=P(mesh.BATCH, None, heads))
+  q = jax.reshard(q, P(mesh.BATCH, None, heads, inner, None))
+  spec = P(mesh.BATCH, heads, inner, None)
+  q = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape((B, G, Q * T, C), out_sharding=spec)
+  scores = jnp.einsum('BGNC,BGSC->BGNS', q, k_BGSC, preferred_element_type=wide)
+  scores = layers.softcap(scores * C**-0.5, softcap)
+  seen = jnp.broadcast_to(
+    jax.reshard(seen_BTS, P(mesh.BATCH, None, None))[:, None, None],
+    (B, 1, Q, T, seen_BTS.shape[-1]),
+    out_sharding=P(mesh.BATCH, None, inner),
+  ).reshape(
+    (B, 1, Q * T, seen_BTS.shape[-1]), out_sharding=P(mesh.BATCH, None, inner, None)
+  )
+  scores = jnp.where(seen, scores, MASKED)
+  p = jnp.exp(scores - jnp.max(scores, -1, keepdims=True))
+  out = jnp.einsum('BGNS,BGSC->BGNC', p.astype(v_BGSC.dtype), v_BGSC)
+  out = (out / jnp.sum(p, -1, keepdims=True)).astype(q_BTHC.dtype)
+  spec = P(mesh.BATCH, heads, inner, None, None)
+  out = jnp.transpose(out.reshape((B, G, Q, T, C), out_sharding=spec), (0, 3, 1, 2, 4))
+  if heads is None:
+    out = jax.reshard(out, P(mesh.BATCH, None, None, None, None))
+  out = out.reshape((B, T, H, C), out_sharding=P(mesh.BATCH, None, heads, None))
+  return jax.reshard(out, mesh.act_BTHC)
+
+
 def _each_query_head(x: Array, heads: int) -> Array:
   """[…, G, C] -> […, H, C]: each query head with its own copy of its keys or values,
   sharded over 'tensor'. Whole groups stay where they are if G divides over the axis.

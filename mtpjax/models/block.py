@@ -70,6 +70,28 @@ class Blocks(nnx.Module):
     self.w_down = weight((F, D), F, mesh.w_FD, out)
 
 
+def lay_out(w: dict) -> dict:
+  """Stacked blocks as decoding reads them: a tuple of arrays under each name, one a
+  layer, every matrix with its outputs first."""
+
+  def one(name: str, array):
+    if not name.startswith('w_'):
+      return array
+    return layers.OutputsFirst.of(array, 2 if name == 'w_mix' else 1)
+
+  return {name: tuple(one(name, a) for a in stack) for name, stack in w.items()}
+
+
+def unstack(w: dict) -> list[dict]:
+  """A dict a layer, of stacked parameters or of those that are laid out."""
+
+  def laid_out(x):
+    return isinstance(x, tuple)
+
+  count = len(jax.tree.leaves(w, is_leaf=laid_out)[0])
+  return [jax.tree.map(lambda a, n=n: a[n], w, is_leaf=laid_out) for n in range(count)]
+
+
 def arrays(module: nnx.Module) -> dict[str, Any]:
   """The module's parameters by name, nested as its modules are."""
   return nnx.to_pure_dict(nnx.state(module))

@@ -4,6 +4,12 @@ Every function computes in `promote_types(dtype, float32)` where it reduces, and
 returns the dtype it was given.
 """
 
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -46,8 +52,45 @@ def softcap(x: Float[Array, '*shape'], cap: float | None) -> Float[Array, '*shap
   return x if cap is None else cap * jnp.tanh(x / cap)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class OutputsFirst:
+  """A weight as decoding reads it, `w_OI` with outputs and inputs flattened.
+
+  A matrix times a few rows then costs little more than times one: on a CPU 1.25 times
+  for four rows, against 1.6 with the inputs first.
+  """
+
+  w_OI: Any
+  outputs: tuple[int, ...] = dataclasses.field(metadata={'static': True})
+
+  @classmethod
+  def of(cls, w: Array, inputs: int) -> OutputsFirst:
+    """Of a weight whose first `inputs` dimensions are contracted."""
+    spec = jax.typeof(w).sharding.spec
+    shape, outputs = w.shape[:inputs], w.shape[inputs:]
+    flat = w.reshape(
+      (math.prod(shape), math.prod(outputs)), out_sharding=P(spec[0], spec[inputs])
+    )
+    return cls(flat.T, outputs)
+
+  def __call__(self, x: Array, shard_last) -> Array:
+    B, T = x.shape[:2]
+    spec = jax.typeof(x).sharding.spec
+    rows = x.reshape((B * T, -1), out_sharding=P(mesh.BATCH, spec[2]))
+    w_OI = mesh.gathered(self.w_OI.astype(x.dtype))
+    out = jax.typeof(w_OI).sharding.spec[0] if shard_last is None else shard_last[0]
+    y_OR = jnp.einsum('OI,RI->OR', w_OI, rows, out_sharding=P(out, mesh.BATCH))
+    more = (None,) * (len(self.outputs) - 1)
+    sharding = P(mesh.BATCH, 'context', out, *more)
+    return y_OR.T.reshape((B, T, *self.outputs), out_sharding=sharding)
+
+
 def linear(
-  x: Float[Array, '*rows D'], w: Float[Array, '*shape'], pattern: str, shard_last=None
+  x: Float[Array, '*rows D'],
+  w: Float[Array, '*shape'] | OutputsFirst,
+  pattern: str,
+  shard_last=None,
 ) -> Float[Array, '*out']:
   """x times a weight that is cast and all-gathered for it, over all of x's rows.
 
@@ -61,6 +104,8 @@ def linear(
   plain matrix product, which XLA on CPU computes several times faster than a
   contraction over two dimensions.
   """
+  if isinstance(w, OutputsFirst):
+    return w(x, shard_last)
   w = mesh.gathered(w.astype(x.dtype))
   (left, right), out = pattern.split('->')[0].split(','), pattern.split('->')[1]
   B, T = x.shape[:2]

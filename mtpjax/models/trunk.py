@@ -150,7 +150,8 @@ class TrunkOutput:
   Attributes:
     hidden: the residual stream before the final norm, [B, T, D].
     taps: after n layers, {n: [B, T, D]}.
-    keys: {layer: (keys, values)}, each [B, T, G, C], positions applied.
+    keys: {layer: (keys, values)}, each [B, T, G, C], positions applied; none in a
+      decode, where the caches hold them.
   """
 
   hidden: Leaf
@@ -202,12 +203,6 @@ class Trunk(nnx.Module):
     return scan(blocks.arrays(self.blocks), x_BTD, rows, self.config, needs)
 
 
-def unstack(w: dict) -> list[dict]:
-  """Stacked parameters a layer each: what decoding, which unrolls its layers, reads."""
-  count = jax.tree.leaves(w)[0].shape[0]
-  return [jax.tree.map(lambda a, n=n: a[n], w) for n in range(count)]
-
-
 def extend(
   weights: list[dict],
   x_BTD: Float[Array, 'B T D'],
@@ -219,7 +214,7 @@ def extend(
   """All layers over new rows at positions start, start + 1, …, after the cached ones.
 
   Args:
-    weights: a dict a layer, from `unstack`.
+    weights: a dict a layer, from `block.lay_out` or `block.unstack`.
 
   Returns: the output for the new rows, and the caches with them written.
   """
@@ -232,7 +227,7 @@ def extend(
     kept.append(new)
     if n + 1 in needs.taps:
       taps[n + 1] = x_BTD
-  return TrunkOutput(x_BTD, taps, {n: kept[n] for n in needs.kv_layers}), kept
+  return TrunkOutput(x_BTD, taps, {}), kept
 
 
 def scan(

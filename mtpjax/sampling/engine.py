@@ -19,6 +19,7 @@ from jaxtyping import Array, Int, PyTree
 
 from mtpjax import losses, mesh
 from mtpjax.drafters import base
+from mtpjax.models import block as blocks
 from mtpjax.models import cache, trunk
 from mtpjax.models.attention import Leaf
 from mtpjax.sampling import filters, verify
@@ -38,6 +39,7 @@ class State:
     prompt: tokens of the prompt, int [B].
     reason: why a row ended, or LIVE, int [B].
     logprobs: of each committed new token under the model itself, float [B, S].
+    drafted: whether a committed token is an accepted draft, bool [B, S].
     caches: the trunk's, a layer each.
     drafter: the drafter's state, None without one.
     rounds: verification rounds of the row, int [B].
@@ -54,6 +56,7 @@ class State:
   prompt: Leaf
   reason: Leaf
   logprobs: Leaf
+  drafted: Leaf
   caches: Any
   drafter: Any
   rounds: Leaf
@@ -74,24 +77,26 @@ class Plan:
   rule: str = 'rejection'
 
 
-def lay_out(params: PyTree) -> PyTree:
+def lay_out(graphdef: Any, params: PyTree) -> PyTree:
   """Parameters as decoding reads them: a layer's weights each an array of its own.
 
   Done once, outside jit: slicing stacked weights inside the loop would copy them every
-  round.
+  round. Objectives that do not draft are left out.
   """
-  top = dict(params['trunk'])
-  layers = jax.jit(trunk.unstack)(top.pop('blocks'))
-  return {**params, 'trunk': top, 'layers': layers}
 
+  @jax.jit
+  def run(params):
+    parts = nnx.merge(graphdef, params).objectives
+    own = {
+      name: part.lay_out(params['objectives'][name])
+      if isinstance(part, base.Drafter)
+      else jax.tree.map(lambda _: None, params['objectives'][name])
+      for name, part in parts.items()
+    }
+    top = {**params['trunk'], 'blocks': blocks.lay_out(params['trunk']['blocks'])}
+    return {**params, 'trunk': top, 'objectives': own}
 
-def _merge(graphdef: Any, weights: PyTree) -> tuple[Any, list]:
-  """The model without its stacked layers, and the layers."""
-  layers = weights['layers']
-  nothing = {name: None for name in layers[0]}
-  top = {**weights['trunk'], 'blocks': nothing}
-  rest = {k: v for k, v in weights.items() if k != 'layers'}
-  return nnx.merge(graphdef, {**rest, 'trunk': top}), layers
+  return run(params)
 
 
 def decode(
@@ -101,48 +106,57 @@ def decode(
   prompts_BP: Int[Array, 'B P'],
   lengths_B: Int[Array, ' B'],
   sampling: Sampling,
-  drafts: Int[Array, ''],
 ) -> State:
   """Prefill and all rounds; nothing returns to the host before the batch is done.
 
   Args:
     weights: from `lay_out`.
     prompts_BP: right-padded prompts, P at most `plan.slots`.
-    drafts: tokens to draft a round, at most `plan.draft`. Data: nothing recompiles.
   """
   if prompts_BP.shape[1] > plan.slots:
     raise ValueError(
       f'prompts of {prompts_BP.shape[1]} tokens do not fit {plan.slots} slots'
     )
-  # A row ends where its buffer does: past it, writes would fall on committed tokens.
-  room = jnp.minimum(sampling.budget, plan.slots - lengths_B)
-  sampling = dataclasses.replace(sampling, budget=room)
   state = prefill(graphdef, plan, weights, prompts_BP, lengths_B, sampling)
   return jax.lax.while_loop(
     lambda s: jnp.any(s.reason == LIVE),
-    lambda s: one_round(graphdef, plan, weights, s, sampling, drafts),
+    lambda s: one_round(graphdef, plan, weights, s, sampling),
     state,
   )
 
 
-def prefill(graphdef, plan: Plan, weights, prompts_BP, lengths_B, sampling) -> State:
+def prefill(
+  graphdef: Any,
+  plan: Plan,
+  weights: PyTree,
+  prompts_BP: Int[Array, 'B P'],
+  lengths_B: Int[Array, ' B'],
+  sampling: Sampling,
+) -> State:
   """Reads the prompts a chunk at a time and commits the first token of each row."""
-  model, layers = _merge(graphdef, weights)
+  model = nnx.merge(graphdef, weights)
   part, config = _drafter(model, plan), model.trunk.config
+  layers = blocks.unstack(blocks.arrays(model.trunk.blocks))
   B, P = prompts_BP.shape
   # Junk rows of a chunk or a draft may be written past the last token, never clamped.
-  room = plan.slots + max(plan.chunk, plan.draft + 1)
+  block = max(plan.chunk, plan.draft + 1)
+  room = base.Room(B, plan.slots + block, block, plan.draft)
   zeros = jax.reshard(jnp.zeros((B,), jnp.int32), mesh.ids_B)
   counts = jnp.zeros((B, plan.draft), jnp.int32, out_sharding=mesh.whole_BT)
-  tokens = jnp.pad(cache.whole(prompts_BP), ((0, 0), (0, room - P)))
+  tokens = jnp.pad(cache.whole(prompts_BP), ((0, 0), (0, room.length - P)))
+  sampling = _bounded(plan, sampling, lengths_B)
   state = State(
     tokens=tokens,
     length=lengths_B,
     prompt=lengths_B,
     reason=jnp.where(sampling.budget > 0, zeros + LIVE, LENGTH),
     logprobs=jnp.zeros_like(tokens, jnp.float32),
-    caches=[cache.empty(config, B, room) for _ in layers],
-    drafter=part.init_state(B, room, plan.draft) if part else None,
+    drafted=jnp.zeros_like(tokens, bool),
+    caches=[
+      cache.empty(config, B, room.length, config.window(n), block)
+      for n in range(len(layers))
+    ],
+    drafter=part.init_state(room) if part else None,
     rounds=zeros,
     accepted=counts,
     kept=counts,
@@ -162,19 +176,18 @@ def prefill(graphdef, plan: Plan, weights, prompts_BP, lengths_B, sampling) -> S
     ends = (count > 0) & (start + count == lengths_B)
     hidden = cache.take(out.hidden, jnp.maximum(count - 1, 0), 1)
     logits = _logits(model, hidden)
-    p = filters.probabilities(logits, sampling)
     none = jnp.zeros((B, 0), jnp.int32, out_sharding=mesh.whole_BT)
-    verdict = verify.rejection(p, none, None, zeros, sampling.seed, zeros)
+    verdict = _judge(plan, logits, none, None, zeros, sampling, zeros)
     state = dataclasses.replace(state, caches=caches)
     first = verdict.after[:, None]
     state = _commit(
       state, ends & (state.reason == LIVE), verdict, first, logits, sampling
     )
     if part:
-      block = base.Committed(
+      given = base.Committed(
         start, count, cache.take(state.tokens, start + 1, plan.chunk), out
       )
-      drafter = part.absorb(model.trunk, caches, state.drafter, block)
+      drafter = part.absorb(model.trunk, caches, state.drafter, given)
       state = dataclasses.replace(state, drafter=drafter)
     return at + plan.chunk, state
 
@@ -184,16 +197,20 @@ def prefill(graphdef, plan: Plan, weights, prompts_BP, lengths_B, sampling) -> S
   )[1]
 
 
-def one_round(graphdef, plan: Plan, weights, state: State, sampling, drafts) -> State:
+def one_round(
+  graphdef: Any, plan: Plan, weights: PyTree, state: State, sampling: Sampling
+) -> State:
   """Draft, verify, keep, absorb: one trunk pass for every row that is live."""
-  model, layers = _merge(graphdef, weights)
+  model = nnx.merge(graphdef, weights)
   part, K = _drafter(model, plan), plan.draft
+  layers = blocks.unstack(blocks.arrays(model.trunk.blocks))
+  sampling = _bounded(plan, sampling, state.prompt)
   B = state.length.shape[0]
   live = state.reason == LIVE
   start = state.length - 1  # the last token, which has no features yet
   last = cache.take(state.tokens, start, 1)
   left = sampling.budget - (state.length - state.prompt)
-  count = jnp.clip(jnp.minimum(drafts, left - 1), 0, K)
+  count = jnp.clip(jnp.minimum(sampling.draft, left - 1), 0, K)
   drafted, q = jnp.zeros((B, 0), jnp.int32, out_sharding=mesh.whole_BT), None
   if part:
     draft, drafter = part.propose(
@@ -208,9 +225,7 @@ def one_round(graphdef, plan: Plan, weights, state: State, sampling, drafts) -> 
     layers, x, start, state.caches, model.trunk.config, model.needs
   )
   logits = _logits(model, out.hidden)
-  p = filters.probabilities(logits, sampling)
-  judge = verify.RULES[plan.rule]
-  verdict = judge(p, drafted, q, count, sampling.seed, state.rounds + 1)
+  verdict = _judge(plan, logits, drafted, q, count, sampling, state.rounds + 1)
 
   # The accepted drafts, then the token after them.
   place = jnp.arange(K + 1)[None] == verdict.accepted[:, None]
@@ -233,16 +248,20 @@ def one_round(graphdef, plan: Plan, weights, state: State, sampling, drafts) -> 
     reached=tally(state.reached, jnp.minimum(verdict.accepted + 1, count)),
   )
   if part:
-    committed = base.Committed(
-      start, new, cache.take(state.tokens, start + 1, K + 1), out
-    )
-    drafter = part.absorb(model.trunk, caches, state.drafter, committed)
+    given = base.Committed(start, new, cache.take(state.tokens, start + 1, K + 1), out)
+    drafter = part.absorb(model.trunk, caches, state.drafter, given)
     state = dataclasses.replace(state, drafter=drafter)
   return state
 
 
 def _drafter(model, plan: Plan):
   return model.objectives['drafter'] if plan.draft else None
+
+
+def _bounded(plan: Plan, sampling: Sampling, prompt_B: Array) -> Sampling:
+  """A row ends where its buffer does: past it, a write would spoil committed tokens."""
+  budget = jnp.minimum(sampling.budget, plan.slots - prompt_B)
+  return dataclasses.replace(sampling, budget=budget)
 
 
 def _logits(model, hidden_BTD) -> Array:
@@ -252,13 +271,38 @@ def _logits(model, hidden_BTD) -> Array:
   )
 
 
+def _judge(
+  plan: Plan, logits, drafted, q, count, sampling: Sampling, rounds_B
+) -> verify.Verdict:
+  """The rule's verdict; where every row is greedy, without a single random number."""
+
+  def drawn():
+    p = filters.probabilities(logits, sampling)
+    return verify.RULES[plan.rule](p, drafted, q, count, sampling.seed, rounds_B)
+
+  def greedy():
+    return verify.greedy(logits, drafted, count)
+
+  return jax.lax.cond(jnp.any(sampling.temperature > 0), drawn, greedy)
+
+
 def _choice(sampling: Sampling, rounds_B) -> base.Choose:
   """Draws drafts as the trunk's own tokens are drawn, from a stream of their own."""
 
   def choose(logits_BV, k):
-    p = filters.probabilities(cache.whole(logits_BV)[:, None], sampling)
-    key = verify.keys(sampling.seed, rounds_B + 1, verify.PROPOSE, k + 1)[:, k:]
-    return verify.draw(key, p)[:, 0], p[:, 0]
+    logits = cache.whole(logits_BV)[:, None]
+
+    def drawn():
+      p = filters.probabilities(logits, sampling)
+      key = verify.keys(sampling.seed, rounds_B + 1, verify.PROPOSE, k + 1)[:, k:]
+      return verify.draw(key, p)[:, 0], p[:, 0]
+
+    def greedy():  # nobody will ask for q
+      return jnp.argmax(logits[:, 0], -1).astype(jnp.int32), jnp.zeros_like(
+        logits[:, 0]
+      )
+
+    return jax.lax.cond(jnp.any(sampling.temperature > 0), drawn, greedy)
 
   return choose
 
@@ -286,9 +330,8 @@ def _commit(
   )
   reason = jnp.where(failed, FAILED, reason)
   reason = jnp.where(who & (first < count), STOP, reason)
-  log_p = jax.nn.log_softmax(logits, -1)
   picked = emitted[..., None] == jnp.arange(logits.shape[-1])[None, None]
-  score = jnp.sum(jnp.where(picked, log_p, 0), -1)
+  score = jnp.sum(jnp.where(picked, logits, 0), -1) - jax.nn.logsumexp(logits, -1)
 
   def write(table, new):
     old = cache.take(table, state.length, N)
@@ -299,6 +342,7 @@ def _commit(
     state,
     tokens=write(state.tokens, emitted),
     logprobs=write(state.logprobs, score),
+    drafted=write(state.drafted, at < verdict.accepted[:, None]),
     length=length,
     reason=reason,
   )

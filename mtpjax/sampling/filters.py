@@ -30,6 +30,7 @@ class Sampling:
       off. After top-p.
     seed: int; a row's draws depend on nothing else.
     budget: int; new tokens at most.
+    draft: int; tokens to draft a round, at most.
     stop: int [B, n]; a token among them ends its row and is the last; -1 is none.
   """
 
@@ -39,6 +40,7 @@ class Sampling:
   min_p: Leaf
   seed: Leaf
   budget: Leaf
+  draft: Leaf
   stop: Leaf
 
 

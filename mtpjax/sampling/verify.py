@@ -53,6 +53,17 @@ def draw(keys_BN: Array, weights: Float[Array, 'B N V']) -> Int[Array, 'B N']:
   return jax.vmap(jax.vmap(jax.random.categorical))(keys_BN, log).astype(jnp.int32)
 
 
+def greedy(
+  logits: Float[Array, 'B N V'], tokens_BK: Int[Array, 'B K'], count_B: Int[Array, ' B']
+) -> Verdict:
+  """Accepts while the draft is the most likely token, the lowest id on ties; the first
+  that is not is replaced by it. What every rule comes to where all rows are greedy."""
+  best = jnp.argmax(logits, -1).astype(jnp.int32)
+  accepted = _leading(best[:, :-1] == tokens_BK, count_B)
+  broken = jnp.isnan(jnp.sum(logits, -1)).astype(jnp.int32)
+  return Verdict(accepted, _pick(best, accepted), _pick(broken, accepted) > 0)
+
+
 def rejection(
   p: Float[Array, 'B N V'],
   tokens_BK: Int[Array, 'B K'],
