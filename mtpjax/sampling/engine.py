@@ -107,7 +107,8 @@ def decode(
   lengths_B: Int[Array, ' B'],
   sampling: Sampling,
 ) -> State:
-  """Prefill and all rounds; nothing returns to the host before the batch is done.
+  """Prefill and all rounds; nothing returns to the host before the batch is done, and
+  the caches not even then.
 
   Args:
     weights: from `lay_out`.
@@ -117,12 +118,12 @@ def decode(
     raise ValueError(
       f'prompts of {prompts_BP.shape[1]} tokens do not fit {plan.slots} slots'
     )
-  state = prefill(graphdef, plan, weights, prompts_BP, lengths_B, sampling)
-  return jax.lax.while_loop(
+  state = jax.lax.while_loop(
     lambda s: jnp.any(s.reason == LIVE),
     lambda s: one_round(graphdef, plan, weights, s, sampling),
-    state,
+    prefill(graphdef, plan, weights, prompts_BP, lengths_B, sampling),
   )
+  return dataclasses.replace(state, caches=None, drafter=None)
 
 
 def prefill(

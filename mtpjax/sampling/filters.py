@@ -8,12 +8,113 @@ so that the rules in `verify` need not know of it.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Key
 
+from mtpjax import mesh
+from mtpjax.fields import ConfigError
 from mtpjax.models.attention import Leaf
+
+STOPS = 16  # stop tokens of a row, at most: a shape that is compiled for
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """How one prompt is continued. The defaults are greedy.
+
+  Attributes:
+    budget: new tokens at most.
+    temperature: 0 takes the most likely token, the lowest id on ties.
+    top_k: only the k most likely tokens; 0 is off.
+    top_p: only the fewest tokens that hold this much probability, after top-k; 1 is
+      off.
+    min_p: only tokens with this share of the largest probability, after top-p; 0 is
+      off.
+    seed: the draws of a prompt depend on it and on nothing beside it.
+    stop: token ids; the first of them ends the text, and is its last token.
+    draft: tokens to draft a round, at most; None is as many as was compiled for.
+  """
+
+  budget: int = 64
+  temperature: float = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  seed: int = 0
+  stop: tuple[int, ...] = ()
+  draft: int | None = None
+
+  def check(self, vocab: int) -> None:
+    """Raises ConfigError on what cannot be honoured."""
+    whole = ('budget', 'top_k', 'seed', *(['draft'] if self.draft is not None else []))
+    for name in whole:
+      _whole(name, getattr(self, name))
+    for name in ('temperature', 'top_p', 'min_p'):
+      value = getattr(self, name)
+      if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise ConfigError(name, value, 'is no number', 'use a float')
+      if not math.isfinite(value):
+        raise ConfigError(name, value, 'is not finite', 'use a finite number')
+    if self.temperature < 0 or 0 < self.temperature < 1e-4:
+      fix = 'use 0 for greedy, or at least 1e-4'
+      raise ConfigError('temperature', self.temperature, 'is out of range', fix)
+    if not 0 < self.top_p <= 1:
+      raise ConfigError('top_p', self.top_p, 'is not in (0, 1]', 'use 1 for off')
+    if not 0 <= self.min_p <= 1:
+      raise ConfigError('min_p', self.min_p, 'is not in [0, 1]', 'use 0 for off')
+    if len(self.stop) > STOPS:
+      raise ConfigError(
+        'stop', f'{len(self.stop)} tokens', f'is more than {STOPS}', 'use fewer'
+      )
+    for token in self.stop:
+      if not isinstance(token, int | np.integer) or not 0 <= token < vocab:
+        fix = f'use ids in 0 … {vocab - 1}'
+        raise ConfigError('stop', token, 'is no token', fix)
+
+
+def _whole(name: str, value: Any) -> None:
+  limit = 2**32 if name == 'seed' else 2**31
+  if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    raise ConfigError(name, value, 'is no whole number', 'use an int')
+  if not 0 <= value < limit:
+    raise ConfigError(name, value, 'is out of range', f'use 0 … {limit - 1}')
+
+
+def arrays(
+  settings: Sequence[Settings], draft: int, key: Key[Array, ''] | None = None
+) -> Sampling:
+  """Checked settings as the device reads them, a row each.
+
+  Args:
+    draft: the longest draft compiled for.
+    key: folded into every seed.
+  """
+
+  def row(name: str, dtype):
+    values = np.array([getattr(s, name) for s in settings], dtype)
+    return jax.device_put(values, mesh.ids_B)
+
+  stop = np.full((len(settings), STOPS), -1, np.int32)
+  for n, own in enumerate(settings):
+    stop[n, : len(own.stop)] = own.stop
+  drafts = [draft if s.draft is None else s.draft for s in settings]
+  seeds = np.array([s.seed for s in settings], np.uint32)
+  if key is not None:
+    fold = jax.vmap(lambda seed: jax.random.bits(jax.random.fold_in(key, seed)))
+    seeds = np.asarray(fold(seeds))
+  return Sampling(
+    **{name: row(name, np.float32) for name in ('temperature', 'top_p', 'min_p')},
+    **{name: row(name, np.int32) for name in ('top_k', 'budget')},
+    seed=jax.device_put(seeds, mesh.ids_B),
+    draft=jax.device_put(np.array(drafts, np.int32), mesh.ids_B),
+    stop=jax.device_put(stop, mesh.whole_BT),
+  )
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +129,7 @@ class Sampling:
       off. After top-k.
     min_p: float; only tokens with at least this share of the largest probability; 0 is
       off. After top-p.
-    seed: int; a row's draws depend on nothing else.
+    seed: uint32; a row's draws depend on nothing else.
     budget: int; new tokens at most.
     draft: int; tokens to draft a round, at most.
     stop: int [B, n]; a token among them ends its row and is the last; -1 is none.

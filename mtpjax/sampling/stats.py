@@ -36,13 +36,13 @@ class Stats:
   prefills: int
 
   @classmethod
-  def of(cls, state: Any) -> Stats:
-    """Of an engine's final state, on the host."""
-    delivered = np.asarray(state.length) - np.asarray(state.prompt)
+  def of(cls, state: Any, rows: slice = slice(None)) -> Stats:
+    """Of an engine's final state, on the host; of some of its rows, if asked."""
+    delivered = np.asarray(state.length)[rows] - np.asarray(state.prompt)[rows]
     tables = ('accepted', 'kept', 'proposed', 'reached')
     return cls(
-      rounds=int(np.sum(state.rounds)),
-      **{name: np.asarray(getattr(state, name)).sum(0) for name in tables},
+      rounds=int(np.sum(np.asarray(state.rounds)[rows])),
+      **{name: np.asarray(getattr(state, name))[rows].sum(0) for name in tables},
       delivered=int(delivered.sum()),
       prefills=int((delivered > 0).sum()),
     )

@@ -1,0 +1,304 @@
+"""Tokens in, tokens out: a model laid out for decoding, and its compilations.
+
+Shapes are bucketed: rows to powers of two, lengths to powers of two, so that one
+compilation for each (rows, length, longest draft) serves every batch of that size.
+Nothing else is compiled for: temperatures, filters, seeds, prompts, budgets, stops and
+draft lengths are data, each row's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from mtpjax import mesh
+from mtpjax.drafters import base
+from mtpjax.fields import ConfigError
+from mtpjax.sampling import engine, filters, verify
+from mtpjax.sampling.filters import Sampling, Settings
+from mtpjax.sampling.stats import Stats
+
+REASONS = {engine.STOP: 'stop', engine.LENGTH: 'length', engine.FAILED: 'failed'}
+SHORTEST = 64  # slots of the smallest bucket
+Padding = Literal['right', 'left']
+
+
+@dataclasses.dataclass
+class Generation:
+  """What a batch of prompts was continued with; N is the most new tokens of a row.
+
+  Attributes:
+    tokens: new tokens, int [B, N]; past a row's length they are 0.
+    lengths: how many each row has, int [B].
+    finish_reason: 'stop', 'length' (of the budget) or 'failed' (the model gave no
+      distribution; what came before is sound); None while it is not done.
+    logprobs: of each token under the model itself, before temperature and filters, in
+      nats, float [B, N].
+    drafted: which are accepted drafts, bool [B, N].
+    rows: what was counted, by row.
+  """
+
+  tokens: Int[np.ndarray, 'B N']
+  lengths: Int[np.ndarray, ' B']
+  finish_reason: list[str | None]
+  logprobs: Float[np.ndarray, 'B N']
+  drafted: Bool[np.ndarray, 'B N']
+  rows: list[Stats]
+
+  @property
+  def stats(self) -> Stats:
+    """Of the batch."""
+    return functools.reduce(Stats.__add__, self.rows)
+
+
+class Decoder:
+  """A model whose weights are laid out for decoding, once.
+
+  Args:
+    graphdef: from `model.init`.
+    params: from there or from a checkpoint.
+    draft: the longest draft to compile for; None is what the drafter was trained for, 0
+      decodes plainly.
+    rule: one of `verify.RULES`; greedy rows do not depend on it.
+    longest: tokens of a row, prompt and new ones, at most.
+    chunk: tokens of a prompt read at once.
+
+  Raises:
+    ConfigError: what cannot be done, before anything compiles.
+  """
+
+  def __init__(
+    self,
+    graphdef: Any,
+    params: Any,
+    *,
+    draft: int | None = None,
+    rule: str = 'rejection',
+    longest: int = 4096,
+    chunk: int = 64,
+  ):
+    if mesh.axis_size('context') > 1:
+      raise ConfigError(
+        'mesh.context',
+        mesh.axis_size('context'),
+        'splits time, of which a decode has none to split',
+        'use fsdp or tensor',
+      )
+    if rule not in verify.RULES:
+      raise ConfigError('rule', rule, 'is no rule', f'use {" or ".join(verify.RULES)}')
+    for name, value in (('longest', longest), ('chunk', chunk)):
+      if value < 1:
+        raise ConfigError(name, value, 'is not positive', 'use at least 1')
+    self.draft = _draft(nnx.merge(graphdef, params), draft)
+    self.vocab: int = _vocab(graphdef, params)
+    self.rule, self.longest, self.chunk = rule, longest, chunk
+    self._graphdef = graphdef
+    self._weights = engine.lay_out(graphdef, params)
+    self._compiled: dict[tuple, Any] = {}
+    self.compilations: dict[tuple, float] = {}  # (what, rows, slots, draft): seconds
+
+  def generate(
+    self,
+    prompts: Int[Any, 'B P'],
+    lengths: Int[Any, ' B'],
+    settings: Settings | Sequence[Settings],
+    key: Key[Array, ''] | None = None,
+    padding: Padding = 'right',
+  ) -> Generation:
+    """All of it in one call of the device; see `generate`."""
+    job = self._job(prompts, lengths, settings, key, padding)
+    state = self._call('decode', job.sizes, job.prompts, job.lengths, job.sampling)
+    return _generation(jax.device_get(_light(state)), len(lengths))
+
+  def stream(
+    self,
+    prompts: Int[Any, 'B P'],
+    lengths: Int[Any, ' B'],
+    settings: Settings | Sequence[Settings],
+    key: Key[Array, ''] | None = None,
+    padding: Padding = 'right',
+  ) -> Iterator[Generation]:
+    """The same, handed out after the prefill and after every round; the last one is
+    what `generate` returns."""
+    job = self._job(prompts, lengths, settings, key, padding)
+    state = self._call('prefill', job.sizes, job.prompts, job.lengths, job.sampling)
+    while True:
+      host = jax.device_get(_light(state))
+      yield _generation(host, len(lengths))
+      if (host.reason != engine.LIVE).all():
+        return
+      state = self._call('one_round', job.sizes, state, job.sampling)
+
+  def _job(self, prompts, lengths, settings, key, padding: Padding) -> _Job:
+    prompts, lengths = np.asarray(prompts), np.asarray(lengths)
+    if prompts.ndim != 2 or lengths.shape != prompts.shape[:1] or not len(prompts):
+      raise ConfigError(
+        'prompts',
+        f'{list(prompts.shape)} with lengths {list(lengths.shape)}',
+        'are no batch',
+        'give tokens [B, P] and lengths [B], B at least 1',
+      )
+    B, P = prompts.shape
+    each = [settings] * B if isinstance(settings, Settings) else list(settings)
+    if len(each) != B:
+      raise ConfigError(
+        'settings', len(each), f'are not one for each of {B} prompts', 'give as many'
+      )
+    longest = 0
+    for row, (length, own) in enumerate(zip(lengths, each, strict=True)):
+      own.check(self.vocab)
+      if not 1 <= length <= P:
+        problem = 'is empty' if length == 0 else f'does not fit in {P} tokens'
+        fix = 'a text starts from at least one token'
+        raise ConfigError(f'prompts[{row}]', f'{length} tokens', problem, fix)
+      longest = max(longest, int(length) + own.budget)
+      if length + own.budget > self.longest:
+        raise ConfigError(
+          f'prompts[{row}]',
+          f'{length} tokens and a budget of {own.budget}',
+          f'does not fit longest={self.longest}',
+          f'use a budget up to {self.longest - length}'
+          if length < self.longest
+          else 'shorten the prompt, or raise longest',
+        )
+      if own.draft is not None and own.draft > self.draft:
+        raise ConfigError(
+          f'settings[{row}].draft',
+          own.draft,
+          f'is more than the {self.draft} compiled for',
+          f'use up to {self.draft}, or make the Decoder with draft={own.draft}',
+        )
+    if prompts.size and (prompts.min() < 0 or prompts.max() >= self.vocab):
+      bad = prompts.min() if prompts.min() < 0 else prompts.max()
+      raise ConfigError(
+        'prompts', int(bad), f'is no token of {self.vocab}', 'use the right tokenizer'
+      )
+    rows, slots = _bucket_rows(B), _power(max(longest, SHORTEST))
+    ids = np.zeros((rows, slots), np.int32)
+    for row, length in enumerate(lengths):
+      start = P - length if padding == 'left' else 0
+      ids[row, :length] = prompts[row, start : start + length]
+    # Rows that fill up the bucket are done before they start.
+    each += [Settings(budget=0)] * (rows - B)
+    sampling = filters.arrays(each, self.draft, key)
+    full = np.ones(rows, np.int32)
+    full[:B] = lengths
+    return _Job(
+      (rows, slots),
+      jax.device_put(ids, mesh.whole_BT),
+      jax.device_put(full, mesh.ids_B),
+      sampling,
+    )
+
+  def _call(self, what: str, sizes: tuple[int, int], *args) -> engine.State:
+    name = (what, *sizes, self.draft)
+    if name not in self._compiled:
+      began = time.monotonic()
+      plan = engine.Plan(self.draft, sizes[1], self.chunk, self.rule)
+      run = functools.partial(getattr(engine, what), self._graphdef, plan)
+      donate = (1,) if what == 'one_round' else ()
+      lowered = jax.jit(run, donate_argnums=donate).lower(self._weights, *args)
+      self._compiled[name] = lowered.compile()
+      self.compilations[name] = time.monotonic() - began
+    return self._compiled[name](self._weights, *args)
+
+
+def generate(
+  model: Decoder,
+  prompts: Int[Any, 'B P'],
+  lengths: Int[Any, ' B'],
+  sampling: Settings | Sequence[Settings],
+  key: Key[Array, ''] | None = None,
+  padding: Padding = 'right',
+) -> Generation:
+  """Continues prompts; a row's text depends on its own prompt and settings alone.
+
+  Args:
+    prompts: token ids, padded on the side that `padding` says.
+    lengths: of the prompts.
+    sampling: one for all, or one for each.
+    key: folded into every row's seed; None leaves the seeds as they are.
+
+  Raises:
+    ConfigError: a prompt or a setting that cannot be honoured.
+  """
+  return model.generate(prompts, lengths, sampling, key, padding)
+
+
+@dataclasses.dataclass
+class _Job:
+  sizes: tuple[int, int]  # rows, slots
+  prompts: Array
+  lengths: Array
+  sampling: Sampling
+
+
+def _draft(model: Any, wanted: int | None) -> int:
+  """The longest draft to compile for."""
+  part = model.objectives.get('drafter')
+  if not isinstance(part, base.Drafter):
+    if wanted:
+      fix = 'use draft=0 to decode plainly'
+      raise ConfigError('draft', wanted, 'needs a drafter, and there is none', fix)
+    return 0
+  if wanted is None:
+    return min(part.config.depth, part.max_draft)
+  if not 0 <= wanted <= part.max_draft:
+    raise ConfigError(
+      'draft',
+      wanted,
+      'is longer than the drafter drafts' if wanted > 0 else 'is negative',
+      f'use 0 … {part.max_draft}',
+    )
+  return wanted
+
+
+def _vocab(graphdef: Any, params: Any) -> int:
+  vocab = nnx.merge(graphdef, params).trunk.config.vocab
+  assert vocab is not None
+  return vocab
+
+
+def _bucket_rows(count: int) -> int:
+  share = mesh.axis_size(*mesh.BATCH)
+  return share * _power(-(-count // share))
+
+
+def _power(number: int) -> int:
+  return 1 << max(0, number - 1).bit_length()
+
+
+def _light(state: engine.State) -> engine.State:
+  """What the host wants to see."""
+  return dataclasses.replace(state, caches=None, drafter=None)
+
+
+def _generation(state: engine.State, count: int) -> Generation:
+  length = np.asarray(state.length)[:count]
+  prompt = np.asarray(state.prompt)[:count]
+  lengths = length - prompt
+  at = prompt[:, None] + np.arange(int(lengths.max()))[None]
+  there = at < length[:, None]
+
+  def new(table):
+    rows = np.asarray(table)[:count]
+    found = np.take_along_axis(rows, np.minimum(at, rows.shape[1] - 1), 1)
+    return np.where(there, found, np.zeros((), rows.dtype))
+
+  return Generation(
+    new(state.tokens),
+    lengths,
+    [REASONS.get(int(r)) for r in np.asarray(state.reason)[:count]],
+    new(state.logprobs),
+    new(state.drafted),
+    [Stats.of(state, slice(n, n + 1)) for n in range(count)],
+  )
