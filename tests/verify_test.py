@@ -1,6 +1,7 @@
 """The rules deliver exactly the target's distribution, whatever the draft."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def sampling(rows, **settings):
     'draft': 9,
   }
   values = {**defaults, **settings}
-  kinds = dict.fromkeys(('top_k', 'budget', 'draft'), np.int32)
+  kinds: dict[str, Any] = dict.fromkeys(('top_k', 'budget', 'draft'), np.int32)
   arrays = {
     name: jnp.asarray(np.broadcast_to(value, rows), kinds.get(name, np.float32))
     for name, value in values.items()

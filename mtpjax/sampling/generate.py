@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
