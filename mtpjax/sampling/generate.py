@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from mtpjax import mesh
@@ -116,7 +117,7 @@ class Decoder:
     """All of it in one call of the device; see `generate`."""
     job = self._job(prompts, lengths, settings, key, padding)
     state = self._call('decode', job.sizes, job.prompts, job.lengths, job.sampling)
-    return _generation(jax.device_get(_light(state)), len(lengths))
+    return _generation(_fetch(state), len(lengths))
 
   def stream(
     self,
@@ -131,13 +132,19 @@ class Decoder:
     job = self._job(prompts, lengths, settings, key, padding)
     state = self._call('prefill', job.sizes, job.prompts, job.lengths, job.sampling)
     while True:
-      host = jax.device_get(_light(state))
+      host = _fetch(state)
       yield _generation(host, len(lengths))
       if (host.reason != engine.LIVE).all():
         return
       state = self._call('one_round', job.sizes, state, job.sampling)
 
-  def _job(self, prompts, lengths, settings, key, padding: Padding) -> _Job:
+  def check(
+    self,
+    prompts: Int[Any, 'B P'],
+    lengths: Int[Any, ' B'],
+    settings: Settings | Sequence[Settings],
+  ) -> list[Settings]:
+    """Each row's settings. Raises ConfigError on what cannot be honoured, naming it."""
     prompts, lengths = np.asarray(prompts), np.asarray(lengths)
     if prompts.ndim != 2 or lengths.shape != prompts.shape[:1] or not len(prompts):
       raise ConfigError(
@@ -152,14 +159,12 @@ class Decoder:
       raise ConfigError(
         'settings', len(each), f'are not one for each of {B} prompts', 'give as many'
       )
-    longest = 0
     for row, (length, own) in enumerate(zip(lengths, each, strict=True)):
       own.check(self.vocab)
       if not 1 <= length <= P:
         problem = 'is empty' if length == 0 else f'does not fit in {P} tokens'
         fix = 'a text starts from at least one token'
         raise ConfigError(f'prompts[{row}]', f'{length} tokens', problem, fix)
-      longest = max(longest, int(length) + own.budget)
       if length + own.budget > self.longest:
         raise ConfigError(
           f'prompts[{row}]',
@@ -181,21 +186,27 @@ class Decoder:
       raise ConfigError(
         'prompts', int(bad), f'is no token of {self.vocab}', 'use the right tokenizer'
       )
-    rows, slots = _bucket_rows(B), _power(max(longest, SHORTEST))
+    return each
+
+  def _job(self, prompts, lengths, settings, key, padding: Padding) -> _Job:
+    each = self.check(prompts, lengths, settings)
+    prompts, lengths = np.asarray(prompts), np.asarray(lengths)
+    B, P = prompts.shape
+    needed = max(int(n) + own.budget for n, own in zip(lengths, each, strict=True))
+    rows, slots = _bucket_rows(B), _power(max(needed, SHORTEST))
     ids = np.zeros((rows, slots), np.int32)
     for row, length in enumerate(lengths):
       start = P - length if padding == 'left' else 0
       ids[row, :length] = prompts[row, start : start + length]
     # Rows that fill up the bucket are done before they start.
     each += [Settings(budget=0)] * (rows - B)
-    sampling = filters.arrays(each, self.draft, key)
     full = np.ones(rows, np.int32)
     full[:B] = lengths
     return _Job(
       (rows, slots),
       jax.device_put(ids, mesh.whole_BT),
       jax.device_put(full, mesh.ids_B),
-      sampling,
+      filters.arrays(each, self.draft, key),
     )
 
   def _call(self, what: str, sizes: tuple[int, int], *args) -> engine.State:
@@ -276,9 +287,12 @@ def _power(number: int) -> int:
   return 1 << max(0, number - 1).bit_length()
 
 
-def _light(state: engine.State) -> engine.State:
-  """What the host wants to see."""
-  return dataclasses.replace(state, caches=None, drafter=None)
+def _fetch(state: engine.State) -> engine.State:
+  """On the host, without what it does not want to see; the same on every process."""
+  light = dataclasses.replace(state, caches=None, drafter=None)
+  if jax.process_count() > 1:
+    return multihost_utils.process_allgather(light, tiled=True)
+  return jax.device_get(light)
 
 
 def _generation(state: engine.State, count: int) -> Generation:

@@ -1,0 +1,218 @@
+"""Completes prompts with a checkpoint's model and its own drafts.
+
+  python -m mtpjax.sample --checkpoint=runs/quickstart --prompt='def main('
+  python -m mtpjax.sample --checkpoint=runs/quickstart --prompts=FILE --json=out.json
+
+Greedy unless --temperature says otherwise. A single prompt streams; on a terminal,
+accepted drafts are underlined. --prompts has a prompt a line; of a .jsonl file each
+line is a JSON string, or an object with `prompt`. --draft=0 decodes plainly.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+
+from mtpjax import config as configs
+from mtpjax import fields, mesh, metrics, saved, terminal
+from mtpjax import flags as command
+from mtpjax.checkpoint import CheckpointError
+from mtpjax.data.sources import DataError
+from mtpjax.sampling.filters import Settings
+from mtpjax.sampling.generate import Decoder
+from mtpjax.sampling.sampler import Completion, Sampler
+from mtpjax.sampling.stats import Stats
+
+_PROMPT = flags.DEFINE_multi_string('prompt', [], 'a text to complete; may be repeated')
+_PROMPTS = flags.DEFINE_string('prompts', None, 'a file, a prompt a line, or .jsonl')
+_TOKENS = flags.DEFINE_integer('tokens', 128, 'new tokens of each prompt, at most')
+_TEMPERATURE = flags.DEFINE_float('temperature', 0.0, '0 takes the most likely token')
+_TOP_K = flags.DEFINE_integer('top_k', 0, 'only the k most likely tokens; 0 is off')
+_TOP_P = flags.DEFINE_float('top_p', 1.0, 'only the fewest tokens with this; 1 is off')
+_MIN_P = flags.DEFINE_float('min_p', 0.0, 'only tokens with this share of the largest')
+_SEED = flags.DEFINE_integer('seed', 0, 'of the draws; each prompt has the same')
+_STOP = flags.DEFINE_multi_string('stop', [], 'text of one token that ends it')
+_DRAFT = flags.DEFINE_integer('draft', None, 'drafts a round; default as trained')
+_RULE = flags.DEFINE_string('rule', 'rejection', 'how drafts of drawn text are judged')
+_LONGEST = flags.DEFINE_integer('longest', 4096, 'tokens of prompt and text, at most')
+_JSON = flags.DEFINE_string('json', None, 'write the result here; - is standard output')
+saved.define_flags()
+flags.adopt_module_key_flags(saved)
+
+
+def read_prompts() -> list[str]:
+  """Those of --prompt and --prompts, in this order."""
+  prompts = list(_PROMPT.value)
+  if _PROMPTS.value is not None:
+    path = Path(_PROMPTS.value).expanduser()
+    try:
+      lines = path.read_bytes().decode('utf-8-sig').split('\n')
+    except (OSError, ValueError) as error:
+      raise fields.ConfigError(
+        '--prompts', str(path), f'cannot be read: {error}', 'name a UTF-8 file'
+      ) from None
+    lines = [line.removesuffix('\r') for line in lines]
+    for number, line in enumerate(lines[: -1 if not lines[-1] else None], 1):
+      prompts.append(_prompt(line, f'{path}:{number}', path.suffix == '.jsonl'))
+  if not prompts:
+    raise fields.ConfigError(
+      '--prompt', None, 'there is no prompt', 'use --prompt=TEXT or --prompts=FILE'
+    )
+  return prompts
+
+
+def _prompt(line: str, where: str, is_json: bool) -> str:
+  prompt: Any = line
+  if is_json and line:
+    try:
+      prompt = json.loads(line)
+    except ValueError as error:
+      raise fields.ConfigError(
+        where, line[:40], f'is no JSON: {error}', 'correct it'
+      ) from None
+    prompt = prompt.get('prompt') if isinstance(prompt, dict) else prompt
+  if not isinstance(prompt, str) or not prompt:
+    problem = 'is empty' if not prompt else 'is no text'
+    raise fields.ConfigError(where, line[:40], problem, 'give each line a prompt')
+  return prompt
+
+
+def stop_ids(tokenizer: Any) -> tuple[int, ...]:
+  found = []
+  for text in _STOP.value:
+    ids = tokenizer.encode(text, where='--stop')
+    if len(ids) != 1:
+      fix = 'a stop is a single token'
+      raise fields.ConfigError('--stop', text, f'is {len(ids)} tokens', fix)
+    found.append(int(ids[0]))
+  return tuple(found)
+
+
+def main(config: configs.Config) -> int:
+  prompts = read_prompts()
+  silent = _JSON.value == '-'
+  out = saved.writable('--json', _JSON.value) if _JSON.value and not silent else None
+  jax.set_mesh(mesh.make(config.mesh))
+  run = saved.restore(config)
+  settings = Settings(
+    budget=_TOKENS.value,
+    temperature=_TEMPERATURE.value,
+    top_k=_TOP_K.value,
+    top_p=_TOP_P.value,
+    min_p=_MIN_P.value,
+    seed=_SEED.value,
+    stop=stop_ids(run.tokenizer),
+  )
+  decoder = Decoder(
+    run.graphdef,
+    run.params,
+    draft=_DRAFT.value,
+    rule=_RULE.value,
+    longest=_LONGEST.value,
+  )
+  sampler = Sampler(decoder, run.tokenizer)
+
+  began = time.monotonic()
+  if len(prompts) == 1 and not silent:
+    texts = [stream(sampler, prompts[0], settings)]
+  else:
+    batches = len(sampler.batches(prompts))
+    texts = sampler(prompts, settings, lambda items: terminal.watch(items, batches))
+    if not silent:
+      for one in texts:
+        terminal.say(f'{one.prompt}{marked(one.pieces)}\n')
+  compiling = sum(decoder.compilations.values())
+  seconds = time.monotonic() - began - compiling
+
+  stats = texts[0].stats
+  for one in texts[1:]:
+    stats = stats + one.stats
+  if not silent:
+    terminal.say(summary(stats, seconds, compiling, run))
+  if _JSON.value and jax.process_index() == 0:
+    figures = {
+      'checkpoint': str(run.directory),
+      'step': run.step,
+      'completions': [as_json(one) for one in texts],
+      **stats.to_json(),
+      'tokens_per_second': stats.delivered / seconds if seconds > 0 else None,
+      'seconds': seconds,
+      'compile_seconds': compiling,
+      'compilations': len(decoder.compilations),
+      'settings': vars(settings) | {'draft': decoder.draft, 'rule': decoder.rule},
+      'mtp': run.conventions,
+      'conditions': {**metrics.conditions(), 'mesh': mesh.axis_sizes()},
+    }
+    if out:
+      metrics.write_summary(out, figures)
+    else:
+      print(metrics.to_json(figures, indent=2))
+  failed = sum(one.finish_reason == 'failed' for one in texts)
+  if failed:
+    print(
+      f'error: the model gave no distribution for {failed} of {len(texts)} prompts: '
+      'its logits are not finite; use another --step',
+      file=sys.stderr,
+    )
+  return 1 if failed else 0
+
+
+def stream(sampler: Sampler, prompt: str, settings: Settings) -> Completion:
+  """Says the text as it comes."""
+  speaks, said, one = jax.process_index() == 0, 0, None
+  if speaks:
+    print(prompt, end='', flush=True)
+  for (one,) in sampler.stream(prompt, settings):
+    fresh, skip = [], said
+    for text, drafted in one.pieces:
+      fresh += [(text[skip:], drafted)] if len(text) > skip else []
+      skip = max(0, skip - len(text))
+    said = len(one.text)
+    if speaks:
+      print(marked(fresh), end='', flush=True)
+  terminal.say('\n')
+  assert one is not None
+  return one
+
+
+def marked(pieces: list[tuple[str, bool]]) -> str:
+  """Accepted drafts underlined, where somebody looks at a terminal."""
+  if not sys.stdout.isatty() or 'NO_COLOR' in os.environ:
+    return ''.join(text for text, _ in pieces)
+  return ''.join(f'\033[4m{t}\033[24m' if drafted else t for t, drafted in pieces)
+
+
+def summary(stats: Stats, seconds: float, compiling: float, run: saved.Saved) -> str:
+  def figures(values):
+    return ' '.join('-' if x is None else f'{x:.3f}' for x in values)
+
+  lines = [
+    f'{stats.delivered} tokens in {stats.passes} passes of the trunk: '
+    f'{figures([stats.tokens_per_pass])} tokens a pass, '
+    f'{stats.delivered / seconds:,.1f} tokens/s ({compiling:.1f} s of compiling apart)'
+  ]
+  if len(stats.proposed) and stats.proposed.any():
+    lines += [
+      f'acceptance length τ {figures([stats.tau])}, '
+      f'rate {figures([stats.acceptance_rate])}',
+      f'acceptance by position {figures(stats.acceptance_by_position)}, '
+      f'given those before {figures(stats.conditional_acceptance)}',
+    ]
+  return '\n'.join([*lines, f'{run.directory}, step {run.step}'])
+
+
+def as_json(one: Completion) -> dict[str, Any]:
+  found = vars(one) | {'stats': one.stats.to_json()}
+  found['pieces'] = [{'text': t, 'drafted': drafted} for t, drafted in one.pieces]
+  return found
+
+
+if __name__ == '__main__':
+  command.run(
+    main, default=saved.config, user_errors=(CheckpointError, DataError, OSError)
+  )

@@ -1,0 +1,171 @@
+"""Text in, text out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mtpjax import saved
+from mtpjax.data.tokenizer import Tokenizer
+from mtpjax.fields import ConfigError
+from mtpjax.sampling.filters import Settings
+from mtpjax.sampling.generate import Decoder, Generation
+from mtpjax.sampling.stats import Stats
+
+GREEDY = Settings()
+
+
+@dataclasses.dataclass
+class Completion:
+  """What one prompt was continued with.
+
+  Attributes:
+    prompt, text: text of each; the text does not repeat the prompt.
+    pieces: the text in parts, each with whether it came of accepted drafts.
+    tokens, logprobs: of each new token.
+    finish_reason: 'stop', 'length' or 'failed'; None while it goes on.
+    stats: what was counted.
+  """
+
+  prompt: str
+  text: str
+  pieces: list[tuple[str, bool]]
+  tokens: list[int]
+  logprobs: list[float]
+  finish_reason: str | None
+  stats: Stats
+
+
+class Sampler:
+  """Completes texts with a decoder and its tokenizer.
+
+    sampler = Sampler.load('runs/quickstart')
+    sampler(['def main('], Settings(budget=200, temperature=0.8))[0].text
+
+  Args:
+    rows: prompts decoded side by side, at most.
+  """
+
+  def __init__(self, decoder: Decoder, tokenizer: Tokenizer, rows: int = 32):
+    if rows < 1:
+      raise ConfigError('rows', rows, 'is not positive', 'use at least 1')
+    self.decoder, self.tokenizer, self.rows = decoder, tokenizer, rows
+
+  @classmethod
+  def load(cls, directory: Any, step: int | None = None, **options: Any) -> Sampler:
+    """Of a run's checkpoint; `options` are those of `Decoder`."""
+    run = saved.restore(directory=directory, step=step)
+    return cls(Decoder(run.graphdef, run.params, **options), run.tokenizer)
+
+  def __call__(
+    self,
+    prompts: str | Sequence[str],
+    settings: Settings | Sequence[Settings] = GREEDY,
+    watch: Callable[[Any], Any] = iter,
+  ) -> list[Completion]:
+    """A completion of each prompt, in their order.
+
+    Args:
+      settings: one for all, or one for each.
+      watch: wraps the iterator over batches, to show progress.
+
+    Raises:
+      ConfigError, DataError: a prompt or setting that cannot be honoured; nothing has
+        been decoded then.
+    """
+    prompts, ids, each = self._read(prompts, settings)
+    found: dict[int, Completion] = {}
+    for rows in watch(self.batches(prompts)):
+      out = self.decoder.generate(
+        *_pad([ids[r] for r in rows]), [each[r] for r in rows]
+      )
+      texts = self._write([prompts[r] for r in rows], out)
+      found.update(zip(rows, texts, strict=True))
+    return [found[n] for n in range(len(prompts))]
+
+  def batches(self, prompts: Sequence[str]) -> list[list[int]]:
+    """Which prompts go side by side: those of like lengths, so that few are padded."""
+    order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
+    return [order[n : n + self.rows] for n in range(0, len(order), self.rows)]
+
+  def stream(
+    self,
+    prompts: str | Sequence[str],
+    settings: Settings | Sequence[Settings] = GREEDY,
+  ) -> Iterator[list[Completion]]:
+    """What there is after each round, of all prompts side by side."""
+    prompts, ids, each = self._read(prompts, settings)
+    for out in self.decoder.stream(*_pad(ids), each):
+      yield self._write(prompts, out)
+
+  def _read(
+    self, prompts: str | Sequence[str], settings: Settings | Sequence[Settings]
+  ) -> tuple[list[str], list[np.ndarray], list[Settings]]:
+    """Prompts as tokens, everything checked before anything compiles."""
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not texts:
+      raise ConfigError('prompts', texts, 'are none', 'give at least one text')
+    each = [settings] * len(texts) if isinstance(settings, Settings) else settings
+    ids = []
+    for n, text in enumerate(texts):
+      if not text:
+        fix = 'a text starts from at least one character'
+        raise ConfigError(f'prompts[{n}]', text, 'is empty', fix)
+      ids.append(self.tokenizer.encode(text, where=f'prompts[{n}]'))
+    self.decoder.check(*_pad(ids), list(each))
+    return texts, ids, list(each)
+
+  def _write(self, prompts: list[str], out: Generation) -> list[Completion]:
+    found = []
+    for n, prompt in enumerate(prompts):
+      size = int(out.lengths[n])
+      tokens, reason = out.tokens[n, :size], out.finish_reason[n]
+      parts = pieces(self.tokenizer, tokens, out.drafted[n, :size], reason is not None)
+      found.append(
+        Completion(
+          prompt,
+          ''.join(text for text, _ in parts),
+          parts,
+          tokens.tolist(),
+          out.logprobs[n, :size].tolist(),
+          reason,
+          out.rows[n],
+        )
+      )
+    return found
+
+
+def pieces(
+  tokenizer: Tokenizer, tokens: np.ndarray, drafted: np.ndarray, final: bool
+) -> list[tuple[str, bool]]:
+  """(text, whether it was drafted), neighbours of a kind joined.
+
+  A character that takes several tokens belongs to its last one; one that is not whole
+  yet is held back, unless nothing more will come.
+  """
+  parts: list[tuple[str, bool]] = []
+  start = 0
+  for end in range(1, len(tokens) + 1):
+    text = tokenizer.decode(tokens[start:end])
+    # Bytes that are no text become U+FFFD; four of them are no unfinished character.
+    unfinished = text.endswith('\ufffd') and end - start < 4
+    if unfinished and not (final and end == len(tokens)):
+      continue
+    mark = bool(drafted[end - 1])
+    if parts and parts[-1][1] == mark:
+      parts[-1] = parts[-1][0] + text, mark
+    else:
+      parts.append((text, mark))
+    start = end
+  return parts
+
+
+def _pad(ids: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+  lengths = np.array([len(row) for row in ids])
+  padded = np.zeros((len(ids), max(lengths)), np.int32)
+  for n, row in enumerate(ids):
+    padded[n, : len(row)] = row
+  return padded, lengths

@@ -1,0 +1,109 @@
+"""A saved run, opened again: what the commands that read one have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+from absl import flags
+
+from mtpjax import config as configs
+from mtpjax import fields, mesh, model
+from mtpjax.checkpoint import Checkpoints, find, read_metadata
+from mtpjax.data import tokenizer
+from mtpjax.data.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass
+class Saved:
+  """A checkpoint's model and all that belongs to it.
+
+  Attributes:
+    directory: of the checkpoints.
+    config: finalised for this mesh.
+    conventions: as they were saved.
+  """
+
+  directory: Any
+  step: int
+  config: configs.Config
+  tokenizer: Tokenizer
+  conventions: dict[str, Any]
+  graphdef: Any
+  params: dict[str, Any]
+
+
+def define_flags() -> None:
+  """--checkpoint and --step, for a command; a library defines none."""
+  flags.DEFINE_string('checkpoint', None, "a run's directory, or its checkpoints/")
+  flags.DEFINE_integer('step', None, 'which one; default the newest')
+
+
+def named() -> Any:
+  """The directory that --checkpoint names."""
+  if flags.FLAGS.checkpoint is None:
+    raise fields.ConfigError(
+      '--checkpoint',
+      None,
+      'is needed',
+      "give a run's directory: --checkpoint=runs/NAME",
+    )
+  return find(flags.FLAGS.checkpoint)
+
+
+def config() -> configs.Config:
+  """What the named checkpoint was trained with; overrides apply to it."""
+  metadata = read_metadata(named(), flags.FLAGS.step)
+  return cast(configs.Config, fields.from_json(metadata['config']))
+
+
+def restore(
+  config: configs.Config | None = None, directory: Any = None, step: int | None = None
+) -> Saved:
+  """The model on the mesh that is set, or that `config` names if none is.
+
+  Args:
+    config: None is the saved one, on all devices.
+    directory: a run's; None is the one that --checkpoint names, at --step.
+
+  Raises:
+    ConfigError, CheckpointError: it cannot be opened.
+  """
+  if directory is None:
+    directory, step = named(), flags.FLAGS.step
+  directory = find(directory)
+  metadata = read_metadata(directory, step)
+  if config is None:
+    config = cast(configs.Config, fields.from_json(metadata['config']))
+    config.mesh = mesh.Config()
+  config.optimizer.accumulate = 1  # there is no gradient to accumulate
+  if jax.sharding.get_mesh().empty:
+    jax.set_mesh(mesh.make(config.mesh))
+  tokens = tokenizer.from_json(metadata['tokenizer'])
+  configs.finalize(config, tokens.vocab_size)
+  graphdef, abstract, _ = model.init(config.trunk, config.parts(), config.seed)
+  restored = Checkpoints(directory).restore_params(abstract, step)
+  return Saved(
+    directory,
+    restored.step,
+    config,
+    tokens,
+    metadata['conventions'],
+    graphdef,
+    restored.state,
+  )
+
+
+def writable(flag: str, name: str) -> Path:
+  """Where a result will be written; found out before the work, not after."""
+  path = Path(name).expanduser()
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.open('a').close()
+  except OSError as error:
+    raise fields.ConfigError(
+      flag, name, f'cannot be written: {error.strerror}', 'name another file'
+    ) from None
+  return path
