@@ -7,7 +7,7 @@ import math
 
 import jax
 
-from mtpjax import checkpoint, fields, losses, mesh, step
+from mtpjax import acceptance, checkpoint, fields, losses, mesh, step
 from mtpjax.data import batches
 from mtpjax.drafters import base
 from mtpjax.fields import ConfigError
@@ -35,6 +35,7 @@ class Config:
   checkpoint: checkpoint.Config = dataclasses.field(
     default_factory=lambda: checkpoint.Config(every=500)
   )
+  decode: acceptance.Config = dataclasses.field(default_factory=acceptance.Config)
 
   def parts(self) -> dict[str, base.Config]:
     """The objectives by name: 'drafter', then each further one by its file's name."""
@@ -47,7 +48,7 @@ class Config:
 
 
 # A directory goes on after a change of these: they do not change what is learnt.
-FREE = ('name', 'log_every', 'mesh', 'checkpoint')
+FREE = ('name', 'log_every', 'mesh', 'checkpoint', 'decode')
 
 
 def finalize(config: Config, vocab: int | None = None) -> Config:
@@ -78,6 +79,7 @@ def finalize(config: Config, vocab: int | None = None) -> Config:
   config.loss.finalize()
   config.optimizer.finalize()
   config.checkpoint.finalize()
+  config.decode.finalize()
   config.data.validate()
   _check_mesh(config)
   _check_dtype(config.trunk)

@@ -1,4 +1,5 @@
-"""Evaluates a checkpoint on held-out data: the losses of training, every example once.
+"""Evaluates a checkpoint on held-out data: the losses of training, every example once,
+and acceptance by really drafting after `--config.decode.prompts` of them.
 
   python -m mtpjax.evaluate --checkpoint=runs/quickstart [--files=GLOB] [--json=FILE]
 
@@ -11,9 +12,9 @@ import functools
 import jax
 from absl import flags
 
+from mtpjax import acceptance, heldout, mesh, metrics, saved, step, terminal
 from mtpjax import config as configs
 from mtpjax import flags as command
-from mtpjax import heldout, mesh, metrics, saved, step, terminal
 from mtpjax.checkpoint import CheckpointError
 from mtpjax.data import batches
 from mtpjax.data.sources import DataError, Text
@@ -45,12 +46,19 @@ def main(config: configs.Config) -> int:
     rows,
     functools.partial(terminal.watch, total=heldout.count(config, rows)),
   )
-  terminal.say(f'{run.directory}, step {run.step}\n{heldout.table(figures, title)}')
+  drafted = acceptance.measure(
+    run.graphdef, run.params, config.decode, rows, run.tokenizer
+  )
+  terminal.say(
+    f'{run.directory}, step {run.step}\n{heldout.table(figures, title)}\n'
+    f'{acceptance.table(drafted)}'
+  )
   if out and jax.process_index() == 0:
     summary = {
       'checkpoint': str(run.directory),
       'step': run.step,
       **figures,
+      **(drafted or {}),
       'mtp': run.conventions,
       'conditions': {**metrics.conditions(), 'mesh': mesh.axis_sizes()},
     }

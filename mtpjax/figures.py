@@ -80,6 +80,53 @@ def loss_figure(metrics: Sequence[Mapping[str, Any]], path: str | os.PathLike) -
   figure.savefig(path, format='png')
 
 
+def acceptance_figure(figures: Mapping[str, Any], path: str | os.PathLike) -> None:
+  """Draws what `acceptance.measure` found: acceptance by position, τ by draft length."""
+  from matplotlib.figure import Figure
+
+  alone = [_number(x) for x in figures['acceptance_by_position']]
+  given = [_number(x) for x in figures['conditional_acceptance']]
+  tau = [1.0, *(_number(own['tau']) for own in figures['by_draft_length'])]
+  K = len(alone)
+  figure = Figure(figsize=(7.2, 3.2), dpi=160, layout='constrained')
+  left, right = figure.subplots(1, 2)
+  for axes in (left, right):
+    axes.spines[['top', 'right']].set_visible(False)
+    axes.grid(axis='y', color='0.9', linewidth=0.8)
+    axes.set_axisbelow(True)
+  at = np.arange(1, K + 1)
+  bars = left.bar(at, alone, width=0.6, color=_COLOURS[0], label='accepted so far')
+  left.bar_label(bars, [f'{x:.2f}' for x in alone], padding=2, fontsize='small')
+  left.plot(at, given, 'o', color=_COLOURS[1], label='given all before')
+  left.set(xlabel='draft', ylabel='acceptance', ylim=(0, 1.12), xticks=at)
+  left.legend(frameon=False, fontsize='small', loc='lower left')
+  right.plot(np.arange(K + 1), tau, 'o-', color=_COLOURS[0])
+  right.plot([0, K], [1, K + 1], ':', color='0.6')
+  right.annotate(
+    'all accepted',
+    (K, K + 1),
+    (-4, -4),
+    textcoords='offset points',
+    ha='right',
+    va='top',
+    color='0.4',
+    fontsize='small',
+  )
+  for k, value in enumerate(tau):
+    right.annotate(
+      f'{value:.2f}',
+      (k, value),
+      (0, -12),
+      textcoords='offset points',
+      ha='center',
+      fontsize='small',
+    )
+  right.set(xlabel='drafts a round', ylabel='acceptance length τ', xticks=range(K + 1))
+  right.set_ylim(0, K + 1.4)
+  Path(path).parent.mkdir(parents=True, exist_ok=True)
+  figure.savefig(path, format='png')
+
+
 def _number(value: Any) -> float:
   return math.nan if value is None else float(value)
 

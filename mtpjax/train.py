@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from absl import flags
 
-from mtpjax import config as configs
 from mtpjax import (
+  acceptance,
   figures,
   heldout,
   mesh,
@@ -27,6 +27,7 @@ from mtpjax import (
   terminal,
   workdir,
 )
+from mtpjax import config as configs
 from mtpjax import flags as command
 from mtpjax.checkpoint import CheckpointError, Checkpoints
 from mtpjax.data import batches
@@ -149,12 +150,18 @@ def main(config: configs.Config) -> int:
     )
     if result['loss'] is not None:
       writer.write(config.steps, {'split': 'heldout', **result})
+    drafted = acceptance.measure(
+      graphdef, state['params'], config.decode, data.heldout, data.tokenizer
+    )
   if jax.process_index() == 0:
     lines = metrics.read_metrics(directory / 'metrics.jsonl')
     trained = [line for line in lines if 'split' not in line]
     figures.loss_figure(lines, directory / 'loss.png')
+    if drafted:
+      figures.acceptance_figure(drafted, directory / 'acceptance.png')
     summary = {
       **result,
+      **(drafted or {}),
       'train_loss_by_depth': trained[-1]['loss_by_depth'] if trained else None,
       'steps': config.steps,
       'resumed_at': start or None,
@@ -166,11 +173,12 @@ def main(config: configs.Config) -> int:
       'conditions': {**metrics.conditions(), 'mesh': mesh.axis_sizes()},
     }
     metrics.write_summary(directory / 'summary.json', summary)
-  say(heldout.table(result))
+  say(f'{heldout.table(result)}\n{acceptance.table(drafted)}')
   say(
-    f'{time.monotonic() - began:.0f} s, {compile_seconds:.0f} of them compiling. '
-    f'Figures: {directory}/loss.png, {directory}/summary.json\nNext:\n'
+    f'{time.monotonic() - began:.0f} s, {compile_seconds:.0f} of them compiling steps. '
+    f'Figures: {directory}/*.png, {directory}/summary.json\nNext:\n'
     f'  python -m mtpjax.evaluate --checkpoint={directory}\n'
+    f"  python -m mtpjax.sample --checkpoint={directory} --prompt='…'\n"
     f'  tensorboard --logdir={directory}/tensorboard  (pip install tensorboard)'
   )
   return 0

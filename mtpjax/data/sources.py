@@ -213,6 +213,32 @@ class Text:
       )
 
 
+@dataclasses.dataclass
+class Windows:
+  """Every window of small texts, overlapping, so that each offset is learnt.
+
+  A document of n characters gives n - size + 1 of them, and a shorter one itself.
+
+  Attributes:
+    text: where the documents come from.
+    size: characters of a window.
+  """
+
+  text: Text
+  size: int = 64
+
+  def documents(self, split: Split, counts: Counts | None = None) -> Iterator[Document]:
+    """The windows by document and offset. Raises as `Text.documents` does."""
+    if self.size < 2:
+      raise DataError(f'size={self.size}: a window needs at least 2 characters')
+    counts = Counts() if counts is None else counts
+    for document in self.text.documents(split, counts):
+      whole = document.text.decode()
+      for start in range(max(1, len(whole) - self.size + 1)):
+        window = whole[start : start + self.size].encode()
+        yield Document(f'{document.name}+{start}', window)
+
+
 def _check_split(split: str, heldout: float) -> None:
   _check_choice('split', split, ('train', 'heldout'))
   if not 0 <= heldout < 1:

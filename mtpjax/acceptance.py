@@ -1,0 +1,268 @@
+"""What drafting is worth, found by really drafting: acceptance on held-out prompts by
+draft length, parity with plain decoding, and the figure that a replay predicts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Int
+
+from mtpjax import losses, mesh
+from mtpjax.data import pack
+from mtpjax.data.tokenizer import Tokenizer
+from mtpjax.drafters import base
+from mtpjax.fields import ConfigError
+from mtpjax.models import cache
+from mtpjax.models.attention import Rows
+from mtpjax.sampling.filters import Settings
+from mtpjax.sampling.generate import Decoder, Generation
+from mtpjax.sampling.stats import Stats
+
+# A tie this close may fall either way in a batch of another shape, by dtype.
+MARGIN = {'float32': 1e-5, 'bfloat16': 2.0**-6, 'float64': 1e-12}
+
+
+@dataclasses.dataclass
+class Config:
+  """Greedy decoding at the end of training and in evaluation."""
+
+  prompts: int = 16  # held-out prompts, each the start of a document; 0 is none
+  prompt_tokens: int = 64  # of each, at most
+  tokens: int = 64  # new tokens of each
+  text: str | None = None  # completed first, and shown; None: a held-out prompt is
+
+  def finalize(self, field: str = 'decode') -> None:
+    for name in ('prompts', 'prompt_tokens', 'tokens'):
+      value, least = getattr(self, name), int(name != 'prompts')
+      if not least <= value < 2**20:
+        raise ConfigError(
+          f'{field}.{name}', value, 'is out of range', f'use {least} … 2²⁰ - 1'
+        )
+    if self.text == '':
+      raise ConfigError(f'{field}.text', '', 'is empty', 'use None for a held-out one')
+
+
+def measure(
+  graphdef: Any, params: Any, config: Config, rows: pack.Plan, tokenizer: Tokenizer
+) -> dict[str, Any] | None:
+  """Decodes the prompts plainly and with 1 … K drafts; None where nothing drafts, there
+  is no prompt, or the mesh splits time.
+
+  Returns:
+    acceptance_rate, tau, tokens_per_pass, acceptance_by_position,
+      conditional_acceptance: with K drafts, over all prompts.
+    by_draft_length: the rate, τ and tokens a pass with 1 … K drafts.
+    replay_tau: what the trunk's own greedy text and the drafter's teacher-forced
+      predictions give for τ.
+    parity: whether each text is the plain one.
+    divergences: where one is not: its row, index, and the margin there between the
+      plain decode's two best logits, as a share of the largest.
+    rounding_explains: whether every margin is one that rounding can turn.
+    plain_passes, draft_passes: of the shown completion.
+    prompt, completion, draft_completion: of the same, as text.
+    prompts, prompt_tokens, new_tokens: how much was decoded.
+  """
+  found = prompts(config, rows, tokenizer)
+  model = nnx.merge(graphdef, params)
+  part = model.objectives.get('drafter')
+  whole = mesh.axis_size('context') == 1  # a decode has no time to split
+  if found is None or not isinstance(part, base.Drafter) or not whole:
+    return None
+  ids, lengths = found
+  longest = int(lengths.max()) + config.tokens
+  decoder = Decoder(graphdef, params, longest=longest)
+  settings = Settings(budget=config.tokens)
+  plain = Decoder(graphdef, params, draft=0, longest=longest).generate(
+    ids, lengths, settings
+  )
+  K = decoder.draft
+  runs = [
+    decoder.generate(ids, lengths, dataclasses.replace(settings, draft=k + 1))
+    for k in range(K)
+  ]
+  last, stats = runs[-1], runs[-1].stats
+  texts = _texts(ids, lengths, plain)
+  margins, right = _teacher(graphdef, params, texts, K)
+  divergences = _divergences(plain, last, lengths, margins)
+  return {
+    **{k: v for k, v in stats.to_json().items() if k not in ('rounds', 'passes')},
+    'by_draft_length': [
+      {name: own.stats.to_json()[name] for name in _BY_LENGTH} for own in runs
+    ],
+    'replay_tau': replay(right, lengths, plain.lengths).tau,
+    'parity': not divergences,
+    'divergences': divergences,
+    'rounding_explains': all(
+      d['margin'] <= MARGIN[model.trunk.config.dtype] for d in divergences
+    ),
+    'plain_passes': plain.rows[0].passes,
+    'draft_passes': last.rows[0].passes,
+    'prompt': tokenizer.decode(ids[0, : lengths[0]]),
+    'completion': tokenizer.decode(plain.tokens[0, : plain.lengths[0]]),
+    'draft_completion': tokenizer.decode(last.tokens[0, : last.lengths[0]]),
+    'prompts': len(lengths),
+    'prompt_tokens': int(lengths.sum()),
+    'new_tokens': int(plain.lengths.sum()),
+  }
+
+
+_BY_LENGTH = ('acceptance_rate', 'tau', 'tokens_per_pass')
+
+
+def prompts(
+  config: Config, rows: pack.Plan, tokenizer: Tokenizer
+) -> tuple[Int[np.ndarray, 'B P'], Int[np.ndarray, ' B']] | None:
+  """Tokens and lengths: the given text, then the starts of held-out rows, spread evenly
+  over them. None if there are none."""
+  ids = [] if config.text is None else [tokenizer.encode(config.text, 'decode.text')]
+  count = min(config.prompts, len(rows))
+  for index in np.linspace(0, len(rows) - 1, count).astype(int) if count else ():
+    row = rows.row(int(index))
+    # A row's first piece may be the middle of a long document: text all the same.
+    first = np.count_nonzero(row['segments'] == row['segments'][0])
+    ids.append(row['tokens'][: min(first, config.prompt_tokens)])
+  if not ids:
+    return None
+  lengths = np.array([len(row) for row in ids])
+  padded = np.zeros((len(ids), lengths.max()), np.int32)
+  for n, row in enumerate(ids):
+    padded[n, : len(row)] = row
+  return padded, lengths
+
+
+def replay(right_KBT: np.ndarray, prompts_B: np.ndarray, new_B: np.ndarray) -> Stats:
+  """What greedy drafting counts on a text, from its right drafts alone.
+
+  Let A_i be the leading run of right drafts at row i, 0 … K. A round at row i delivers
+  A_i + 1 tokens and the next is at row i + A_i + 1; near the end of the text drafts are
+  as few as the sampler's.
+
+  Args:
+    right_KBT: whether draft k of row i, after true tokens, is the text's.
+    prompts_B, new_B: tokens of the prompt and after it.
+  """
+  K = len(right_KBT)
+  reach = np.arange(1, K + 1)
+  total = Stats(0, *np.zeros((4, K), int), delivered=0, prefills=0)
+  for b, (prompt, new) in enumerate(zip(prompts_B, new_B, strict=True)):
+    left = int(new) - 1  # the prefill gives the first
+    row = int(prompt) - 1  # the last row before it, whose features draft
+    rounds, tables = 0, np.zeros((3, K), int)
+    while left > 0:
+      count = min(K, left - 1)
+      run = int(np.cumprod(right_KBT[:count, b, row]).sum())
+      rounds += 1
+      tables += [reach <= run, reach <= count, reach <= min(run + 1, count)]
+      row, left = row + run + 1, left - run - 1
+    accepted, proposed, reached = tables
+    total += Stats(
+      rounds, accepted, accepted, proposed, reached, int(new), int(new > 0)
+    )
+  return total
+
+
+def table(figures: dict[str, Any] | None) -> str:
+  """The same for people."""
+  if figures is None:
+    return 'drafting: nothing drafts, there is no prompt, or mesh.context splits time'
+
+  def number(value):
+    return '-' if value is None else f'{value:.3f}'
+
+  lines = [
+    f'drafting, greedy, {figures["prompts"]} prompts, {figures["new_tokens"]} new tokens:',
+    'drafts      τ   rate  tokens/pass',
+  ]
+  for k, own in enumerate(figures['by_draft_length'], 1):
+    values = own['tau'], own['acceptance_rate'], own['tokens_per_pass']
+    lines.append(f'{k:6} {" ".join(number(v).rjust(6) for v in values)}')
+  by_position = ' '.join(map(number, figures['acceptance_by_position']))
+  given = ' '.join(map(number, figures['conditional_acceptance']))
+  same = 'all texts equal plain decoding'
+  if figures['divergences']:
+    margin = max(d['margin'] for d in figures['divergences'])
+    explained = 'as' if figures['rounding_explains'] else 'which is NOT what'
+    same = (
+      f'{len(figures["divergences"])} texts leave plain decoding where its two best '
+      f'logits are {margin:.1e} of the largest apart, {explained} rounding explains'
+    )
+  return '\n'.join(
+    [
+      *lines,
+      f'by position {by_position}, given those before {given}',
+      f"replay of the trunk's own text: τ {number(figures['replay_tau'])}; {same}",
+      f'{figures["prompt"]!r} goes on, in {figures["plain_passes"]} plain passes:',
+      f'  {figures["completion"]!r}',
+      f'in {figures["draft_passes"]} passes with drafts:',
+      f'  {figures["draft_completion"]!r}',
+    ]
+  )
+
+
+def _texts(ids, lengths, out: Generation) -> np.ndarray:
+  """Prompts with what followed, [B, T]; T divides over no axis but the batch's."""
+  T = int((lengths + out.lengths).max())
+  texts = np.zeros((len(ids), T), np.int32)
+  for b, (n, new) in enumerate(zip(lengths, out.lengths, strict=True)):
+    texts[b, :n] = ids[b, :n]
+    texts[b, n : n + new] = out.tokens[b, :new]
+  return texts
+
+
+def _teacher(graphdef, params, texts: np.ndarray, K: int):
+  """Of the whole texts at once: the margin of the best token over the second as a share
+  of the largest logit [B, T], and which drafts are right [K, B, T]."""
+  B, T = texts.shape
+  share = mesh.axis_size(*mesh.BATCH)
+  full = -(-B // share) * share
+  padded = np.pad(texts, ((0, full - B), (0, 0)))
+
+  @jax.jit
+  def run(params, tokens):
+    model = nnx.merge(graphdef, params)
+    ones = jnp.ones_like(tokens)
+    at = jnp.broadcast_to(jnp.arange(T)[None], tokens.shape, out_sharding=mesh.ids_BT)
+    batch = base.Batch(tokens, ones > 0, Rows(at, ones))
+    out = model.trunk(tokens, batch.rows, model.needs)
+    drafter = model.objectives['drafter']
+    predicted = drafter.predict(model.trunk, out, batch, jnp.int32(0), None)
+    head = predicted.head or model.trunk.head()
+
+    def at_position(hidden):  # one at a time: logits of all would fill the memory
+      hidden_BD, hidden_KBD = hidden
+      logits = cache.whole(losses.head_logits(hidden_BD, model.trunk.head()))
+      two, _ = jax.lax.top_k(logits, 2)
+      size = jnp.max(jnp.abs(jnp.where(logits > -1e29, logits, 0)), -1)
+      drafts = jnp.argmax(losses.head_logits(hidden_KBD, head), -1)
+      return (two[:, 0] - two[:, 1]) / size, drafts
+
+    first = jnp.moveaxis(cache.whole(model.trunk.final_norm(out.hidden)), 1, 0)
+    hidden = jax.reshard(predicted.hidden[:K], jax.P(None, mesh.BATCH, None, None))
+    return jax.lax.map(at_position, (first, jnp.moveaxis(hidden, 2, 0)))
+
+  ids = jax.device_put(padded, mesh.ids_BT)
+  margin, drafts = (np.asarray(x) for x in run(params, ids))
+  right = np.zeros((K, B, T), bool)
+  for k in range(K):
+    # Draft k, from 0, of row i is token i + k + 2.
+    right[k, :, : T - k - 2] = texts[:, k + 2 :] == drafts[: T - k - 2, k, :B].T
+  return margin.T[:B], right
+
+
+def _divergences(
+  plain: Generation, drafted: Generation, lengths, margins
+) -> list[dict]:
+  found = []
+  for b, n in enumerate(lengths):
+    size = min(plain.lengths[b], drafted.lengths[b])
+    differ = np.flatnonzero(plain.tokens[b, :size] != drafted.tokens[b, :size])
+    if len(differ):
+      index = int(differ[0])
+      margin = float(margins[b, n + index - 1])
+      found.append({'row': b, 'index': index, 'margin': margin})
+  return found
