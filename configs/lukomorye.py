@@ -36,7 +36,9 @@ def get_config(
     ),
     trunk=trunk.Config(width=64, layers=2, heads=4, vocab_multiple=1, remat='none'),
     drafter=kind.Config(depth=1, weight=schedules.Constant(0.3)),
-    optimizer=step.OptimizerConfig(rate=schedules.WarmupCosine(peak=3e-3, warmup=0, last=1.0)),
+    optimizer=step.OptimizerConfig(
+      rate=schedules.WarmupCosine(peak=3e-3, warmup=0, last=1.0)
+    ),
     checkpoint=checkpoint.Config(every=100),
     decode=acceptance.Config(text='Там ', tokens=50, prompts=0),
   )

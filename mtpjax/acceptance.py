@@ -175,7 +175,8 @@ def table(figures: dict[str, Any] | None) -> str:
     return '-' if value is None else f'{value:.3f}'
 
   lines = [
-    f'drafting, greedy, {figures["prompts"]} prompts, {figures["new_tokens"]} new tokens:',
+    f'drafting, greedy, {figures["prompts"]} prompts, '
+    f'{figures["new_tokens"]} new tokens:',
     'drafts      τ   rate  tokens/pass',
   ]
   for k, own in enumerate(figures['by_draft_length'], 1):

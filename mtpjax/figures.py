@@ -81,7 +81,7 @@ def loss_figure(metrics: Sequence[Mapping[str, Any]], path: str | os.PathLike) -
 
 
 def acceptance_figure(figures: Mapping[str, Any], path: str | os.PathLike) -> None:
-  """Draws what `acceptance.measure` found: acceptance by position, τ by draft length."""
+  """Draws what `acceptance.measure` found: by position, and τ by draft length."""
   from matplotlib.figure import Figure
 
   alone = [_number(x) for x in figures['acceptance_by_position']]

@@ -86,9 +86,8 @@ def put_around(ring: Array, new: Array, at_B: Int[Array, ' B'], axis: int = 1) -
   def merge(ring, at, first):
     """Slots at … at + N - 1 become rows first … of `new`, those that there are."""
     rows = first[:, None] + jnp.arange(N)[None]
-    there = ((rows >= 0) & (rows < N)).reshape(
-      len(rows), *(N if n == axis else 1 for n in range(1, ring.ndim))
-    )
+    other = tuple(n for n in range(1, ring.ndim) if n != axis)
+    there = jnp.expand_dims((rows >= 0) & (rows < N), other)
     pad = [(N, N) if n == axis else (0, 0) for n in range(ring.ndim)]
     moved = take(jnp.pad(new.astype(ring.dtype), pad), first + N, N, axis)
     old = take(ring, at, N, axis)
@@ -115,7 +114,7 @@ def take(x: Array, start_B: Int[Array, ' B'], count: int, axis: int = 1) -> Arra
 
 def keep(old: Array, new: Array, count_B: Int[Array, ' B']) -> Array:
   """The new value [B, …] of rows that have any new tokens, else the old one."""
-  some = (count_B > 0).reshape(-1, *(1,) * (new.ndim - 1))
+  some = jnp.expand_dims(count_B > 0, tuple(range(1, new.ndim)))
   return jnp.where(some, new, old)
 
 
