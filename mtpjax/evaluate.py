@@ -20,13 +20,12 @@ from mtpjax.data import batches
 from mtpjax.data.sources import DataError, Text
 
 _FILES = flags.DEFINE_list('files', None, 'other text to evaluate on: globs')
-_JSON = flags.DEFINE_string('json', None, 'write the figures here as well')
 saved.define_flags()
 flags.adopt_module_key_flags(saved)
 
 
 def main(config: configs.Config) -> int:
-  out = saved.writable('--json', _JSON.value) if _JSON.value else None
+  out = saved.output()
   if _FILES.value:
     config.data.source = Text(files=tuple(_FILES.value))
   jax.set_mesh(mesh.make(config.mesh))

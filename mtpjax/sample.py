@@ -5,7 +5,8 @@
 
 Greedy unless --temperature says otherwise. A single prompt streams; on a terminal,
 accepted drafts are underlined. --prompts has a prompt a line; of a .jsonl file each
-line is a JSON string, or an object with `prompt`. --draft=0 decodes plainly.
+line is a JSON string, or an object with `prompt`. --draft=0 decodes plainly. --json=-
+writes JSON to standard output, and nothing else.
 """
 
 import json
@@ -40,7 +41,6 @@ _STOP = flags.DEFINE_multi_string('stop', [], 'text of one token that ends it')
 _DRAFT = flags.DEFINE_integer('draft', None, 'drafts a round; default as trained')
 _RULE = flags.DEFINE_string('rule', 'rejection', 'how drafts of drawn text are judged')
 _LONGEST = flags.DEFINE_integer('longest', 4096, 'tokens of prompt and text, at most')
-_JSON = flags.DEFINE_string('json', None, 'write the result here; - is standard output')
 saved.define_flags()
 flags.adopt_module_key_flags(saved)
 
@@ -95,8 +95,8 @@ def stop_ids(tokenizer: Any) -> tuple[int, ...]:
 
 def main(config: configs.Config) -> int:
   prompts = read_prompts()
-  silent = _JSON.value == '-'
-  out = saved.writable('--json', _JSON.value) if _JSON.value and not silent else None
+  silent = flags.FLAGS.json == '-'
+  out = None if silent else saved.output()
   jax.set_mesh(mesh.make(config.mesh))
   run = saved.restore(config)
   settings = Settings(
@@ -134,7 +134,7 @@ def main(config: configs.Config) -> int:
     stats = stats + one.stats
   if not silent:
     terminal.say(summary(stats, seconds, compiling, run))
-  if _JSON.value and jax.process_index() == 0:
+  if (out or silent) and jax.process_index() == 0:
     figures = {
       'checkpoint': str(run.directory),
       'step': run.step,

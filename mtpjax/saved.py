@@ -36,9 +36,11 @@ class Saved:
 
 
 def define_flags() -> None:
-  """--checkpoint and --step, for a command; a library defines none."""
-  flags.DEFINE_string('checkpoint', None, "a run's directory, or its checkpoints/")
-  flags.DEFINE_integer('step', None, 'which one; default the newest')
+  """--checkpoint, --step and --json, for a command; a library defines none."""
+  if 'checkpoint' not in flags.FLAGS:
+    flags.DEFINE_string('checkpoint', None, "a run's directory, or its checkpoints/")
+    flags.DEFINE_integer('step', None, 'which one; default the newest')
+    flags.DEFINE_string('json', None, 'write the figures here as well')
 
 
 def named() -> Any:
@@ -96,14 +98,18 @@ def restore(
   )
 
 
-def writable(flag: str, name: str) -> Path:
-  """Where a result will be written; found out before the work, not after."""
+def output() -> Path | None:
+  """The file that --json names; whether it can be written is found out before the work,
+  not after."""
+  name = flags.FLAGS.json
+  if not name:
+    return None
   path = Path(name).expanduser()
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.open('a').close()
   except OSError as error:
     raise fields.ConfigError(
-      flag, name, f'cannot be written: {error.strerror}', 'name another file'
+      '--json', name, f'cannot be written: {error.strerror}', 'name another file'
     ) from None
   return path

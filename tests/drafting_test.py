@@ -36,6 +36,7 @@ DRAFTERS = {
     depth=K, attend='rows', hidden_source='trunk', hidden_norm='pre'
   ),
   'parallel': parallel.Config(depth=K),
+  'parallel, linear': parallel.Config(depth=K, form='linear'),
 }
 
 
@@ -126,6 +127,7 @@ def on_mesh(**sizes):
     ('depth, unshared', (4,), {}),
     ('rows', (4,), {}),
     ('parallel', (0, 4), {}),
+    ('parallel, linear', (4,), {}),
     *(
       pytest.param(*case, marks=pytest.mark.slow)
       for case in [

@@ -118,6 +118,20 @@ def test_heads_are_those_of_each_document_alone(match):
       np.testing.assert_allclose(hidden[b, where], xs, atol=5e-4)
 
 
+def test_linear_heads_are_matrices_on_the_last_layer():
+  graphdef, params = build(parallel.Config(depth=2, form='linear'), sizes())
+  batch = on_mesh(*packed())
+  got, hidden = jax.jit(functools.partial(run, graphdef))(params, batch)
+  wide = oracle.widen(params)
+  real = packed()[2] != 0
+  for k, w_DD in enumerate(wide['objectives']['drafter']['w_map']):
+    heads = [
+      oracle.norm(x @ w_DD, wide['trunk']['gain_final'])
+      for x in np.asarray(hidden, np.float64)[real]
+    ]
+    np.testing.assert_allclose(np.asarray(got)[k][real], heads, atol=5e-5)
+
+
 @pytest.mark.parametrize('depth', [1, 3])
 def test_matched_heads_leave_the_parameter_count_exactly_as_it_was(depth):
   def count(objectives, trunk):
@@ -180,6 +194,12 @@ def test_detach_stops_the_gradient_into_the_trunk(detach):
   'changes, field, value, fix',
   [
     ({'depth': 3, 'match_parameters': True}, 'drafter.depth', 3, 'smaller depth'),
+    (
+      {'form': 'linear', 'match_parameters': True},
+      'drafter.match_parameters',
+      True,
+      "form='block'",
+    ),
     ({'detach': ('embedding',)}, 'drafter.detach', 'embedding', 'hidden, head'),
     ({'depth': 0}, 'drafter.depth', 0, 'at least 1'),
   ],

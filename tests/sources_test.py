@@ -1,5 +1,6 @@
 """Documents: which, in which order, in which split; each fault of a file by itself."""
 
+import dataclasses
 import hashlib
 import os
 import sysconfig
@@ -7,7 +8,7 @@ import time
 
 import pytest
 
-from mtpjax.data.sources import Counts, DataError, Document, Stdlib, Text
+from mtpjax.data.sources import Counts, DataError, Document, Stdlib, Text, Windows
 
 
 def _write(folder, **files):
@@ -288,3 +289,16 @@ def test_errors_name_the_field_the_value_and_the_fix(tmp_path):
         heldout=0.5)  # fmt: skip
   os.symlink('nowhere', f'{folder}/broken.txt')
   fails(r"files: cannot read '.*nowhere': No such file", files=(f'{folder}/*.txt',))
+
+
+def test_windows_are_every_stretch_of_each_document(tmp_path):
+  texts = {'a.txt': 'дуб зелёный', 'b.txt': 'кот'}
+  for name, text in texts.items():
+    (tmp_path / name).write_text(text, 'utf-8')
+  source = Windows(Text(files=(f'{tmp_path}/*.txt',)), size=4)
+  found = list(source.documents('train'))
+  want = [(f'a.txt+{n}', texts['a.txt'][n : n + 4]) for n in range(8)]
+  assert [(d.name, d.text.decode()) for d in found] == [*want, ('b.txt+0', 'кот')]
+  assert list(source.documents('heldout')) == []
+  with pytest.raises(DataError, match='size=1'):
+    next(dataclasses.replace(source, size=1).documents('train'))

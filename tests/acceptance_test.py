@@ -1,0 +1,150 @@
+"""What drafting is worth: by really drafting, by a replay, and where texts differ."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from mtpjax import acceptance, mesh, model
+from mtpjax.data import pack, tokenizer
+from mtpjax.drafters import parallel, sequential
+from mtpjax.fields import ConfigError
+from mtpjax.models import trunk
+from mtpjax.sampling.filters import Settings
+from mtpjax.sampling.generate import Decoder
+
+V = 6  # few, so that untrained drafts are right now and then
+TEXT = tokenizer.Characters('abcdef')
+CONFIG = acceptance.Config(prompts=5, prompt_tokens=7, tokens=33)
+DRAFTERS = {
+  'depth': sequential.Config(depth=3),
+  'rows': sequential.Config(depth=3, attend='rows'),
+  'parallel': parallel.Config(depth=2),
+  'linear': parallel.Config(depth=2, form='linear'),
+}
+
+
+@pytest.fixture(autouse=True, scope='module')
+def one_device():
+  with jax.set_mesh(mesh.make(mesh.Config(fsdp=1), jax.devices()[:1])):
+    yield
+
+
+def build(drafter):
+  sizes = trunk.Config(vocab=V, width=16, layers=2, heads=2, ffn=32, windows=(5, 0))
+  sizes.finalize()
+  parts = {} if drafter is None else {'drafter': drafter}
+  graphdef, _, make = model.init(sizes, parts, 1)
+  params = make()
+  # Logits far enough apart that greedy text wanders, and no two are alike.
+  params['trunk']['unembedding'] = params['trunk']['unembedding'] * 40.0
+  params['trunk']['embedding'] = params['trunk']['embedding'] * 20.0
+  return graphdef, params
+
+
+def rows(*lengths):
+  rng = np.random.default_rng(0)
+  texts = [rng.integers(0, V, n).astype(np.int32) for n in lengths]
+  return pack.pack(pack.concatenate(iter(texts), V), 12, 0)
+
+
+@pytest.mark.parametrize('name', DRAFTERS)
+def test_the_replay_of_plain_text_gives_the_samplers_tau(name):
+  graphdef, params = build(DRAFTERS[name])
+  found = acceptance.measure(graphdef, params, CONFIG, rows(*[12] * 9), TEXT)
+  assert found is not None and found['parity'] and found['divergences'] == []
+  assert 1.0 < found['tau'] < found['by_draft_length'][-1]['tau'] + 1e-9
+  assert found['replay_tau'] == pytest.approx(found['tau'], abs=1e-12)
+  assert found['new_tokens'] == 5 * 33 and found['plain_passes'] == 33
+  assert found['draft_passes'] < 33
+  assert (
+    found['completion'] == found['draft_completion'] and len(found['completion']) == 33
+  )
+
+
+def test_each_draft_length_is_what_its_own_decoder_counts():
+  graphdef, params = build(DRAFTERS['rows'])
+  plan = rows(*[12] * 9)
+  found = acceptance.measure(graphdef, params, CONFIG, plan, TEXT)
+  prompts = acceptance.prompts(CONFIG, plan, TEXT)
+  assert found is not None and prompts is not None
+  assert len(found['by_draft_length']) == 3
+  for k, own in enumerate(found['by_draft_length'], 1):
+    alone = Decoder(graphdef, params, draft=k).generate(*prompts, Settings(budget=33))
+    assert own == {name: alone.stats.to_json()[name] for name in own}
+
+
+def test_replay_against_a_walk_by_hand():
+  rng = np.random.default_rng(3)
+  K, T = 3, 30
+  right = rng.random((K, 2, T)) < 0.6
+  prompts, new = np.array([4, 1]), np.array([20, 9])
+  rounds = accepted = 0
+  proposed = np.zeros(K, int)
+  for b in range(2):
+    length, end = prompts[b] + 1, prompts[b] + new[b]
+    while length < end:
+      drafts = min(K, end - length - 1)
+      row = length - 2  # the last token has no features yet
+      run = len(list(itertools.takewhile(bool, right[:drafts, b, row])))
+      rounds, accepted = rounds + 1, accepted + run
+      proposed += np.arange(1, K + 1) <= drafts
+      length += run + 1
+    assert length == end
+  found = acceptance.replay(right, prompts, new)
+  assert found.rounds == rounds and found.accepted.sum() == accepted
+  np.testing.assert_array_equal(found.proposed, proposed)
+  assert found.delivered == 29 and found.prefills == 2
+  assert found.passes == rounds + 2
+
+
+def test_prompts_are_starts_of_documents_spread_over_the_rows_and_the_text_first():
+  plan = rows(3, 12, 12, 12, 5, 6)
+  ids, lengths = acceptance.prompts(CONFIG, plan, TEXT) or pytest.fail('none')
+  assert len(ids) == min(5, len(plan)) and lengths.max() <= 7
+  for index, row in enumerate(np.linspace(0, len(plan) - 1, len(ids)).astype(int)):
+    own = plan.row(int(row))
+    first = own['tokens'][own['segments'] == own['segments'][0]][:7]
+    np.testing.assert_array_equal(ids[index, : lengths[index]], first)
+  with_text = dataclasses.replace(CONFIG, text='fade')
+  ids, lengths = acceptance.prompts(with_text, plan, TEXT) or pytest.fail('none')
+  assert TEXT.decode(ids[0, : lengths[0]]) == 'fade'
+
+
+def test_nothing_to_measure_is_said():
+  graphdef, params = build(DRAFTERS['rows'])
+  plan = rows(12)
+  none = dataclasses.replace(CONFIG, prompts=0)
+  assert acceptance.measure(graphdef, params, none, plan, TEXT) is None
+  assert 'nothing drafts' in acceptance.table(None)
+  graphdef, params = build(None)
+  assert acceptance.measure(graphdef, params, CONFIG, plan, TEXT) is None
+
+
+def test_texts_that_differ_are_reported_with_the_margin_there(monkeypatch):
+  graphdef, params = build(DRAFTERS['rows'])
+  right = Decoder.generate
+
+  def spoilt(self, *args):
+    out = right(self, *args)
+    if self.draft:
+      out.tokens[1, 4] = (out.tokens[1, 4] + 1) % V
+    return out
+
+  monkeypatch.setattr(Decoder, 'generate', spoilt)
+  found = acceptance.measure(graphdef, params, CONFIG, rows(*[12] * 9), TEXT)
+  assert found is not None and not found['parity'] and not found['rounding_explains']
+  (where,) = found['divergences']
+  assert (where['row'], where['index']) == (1, 4) and where['margin'] > 1e-5
+  assert 'NOT what rounding explains' in acceptance.table(found)
+
+
+@pytest.mark.parametrize(
+  'values, said',
+  [({'tokens': 0}, 'decode.tokens = 0'), ({'text': ''}, "decode.text = ''")],
+)
+def test_bad_fields_are_named(values, said):
+  with pytest.raises(ConfigError, match=said):
+    dataclasses.replace(CONFIG, **values).finalize()

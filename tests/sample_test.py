@@ -1,0 +1,117 @@
+"""The sample command, as a person and as a program use it."""
+
+import json
+import os
+import pty
+import subprocess
+
+import pytest
+from runs import assert_mistake, command_line, ended_well, environment
+
+
+@pytest.fixture(scope='module')
+def sample(place, train, straight):
+  def run(*args, **env):
+    return train(
+      '', f'--checkpoint={straight}', '--tokens=24', *args, command='sample', **env
+    )
+
+  return run
+
+
+def test_one_prompt_streams_and_ends_with_the_figures(sample):
+  done = ended_well(sample('--prompt=one module'))
+  text, figures = done.stdout.split('\n\n')
+  assert text.startswith('one module') and len(text) > len('one module')
+  for said in ('24 tokens in', 'tokens a pass', 'tokens/s', 'acceptance length τ'):
+    assert said in figures, figures
+  assert 'acceptance by position' in figures and 'step 20' in figures
+  assert '\033' not in done.stdout
+
+
+def test_json_agrees_with_itself_and_with_plain_decoding(sample, place):
+  (place / 'prompts.txt').write_text('one module\nthe token\r\nnext')
+  out = place / 'out.json'
+  args = (f'--prompts={place}/prompts.txt', f'--json={out}')
+  done = ended_well(sample(*args))
+  found = json.loads(out.read_text())
+  texts = [one['text'] for one in found['completions']]
+  assert [one['prompt'] for one in found['completions']] == [
+    'one module',
+    'the token',
+    'next',
+  ]
+  for one, text in zip(found['completions'], texts, strict=True):
+    assert one['prompt'] + text in done.stdout
+    assert ''.join(piece['text'] for piece in one['pieces']) == text
+    assert len(one['tokens']) == len(one['logprobs']) == 24
+  assert found['delivered'] == 72 and found['tau'] >= 1
+  assert found['settings']['draft'] == 2 and found['compilations'] == 1
+  ended_well(sample(*args, '--draft=0'))
+  plain = json.loads(out.read_text())
+  assert [one['text'] for one in plain['completions']] == texts
+  assert plain['tau'] == 1.0 and plain['tokens_per_pass'] == 1.0
+
+
+def test_json_on_standard_output_is_nothing_else(sample, place):
+  lines = ['"one"', json.dumps({'prompt': 'a\nmodule', 'id': 3})]
+  (place / 'prompts.jsonl').write_text('\n'.join(lines) + '\n')
+  args = ('--temperature=1', '--seed=5', '--stop=e', '--json=-')
+  done = ended_well(sample(f'--prompts={place}/prompts.jsonl', *args))
+  found = json.loads(done.stdout)
+  assert [one['prompt'] for one in found['completions']] == ['one', 'a\nmodule']
+  for one in found['completions']:
+    assert one['finish_reason'] in ('stop', 'length')
+    assert 'e' not in one['text'][:-1]
+    assert (one['finish_reason'] == 'stop') == one['text'].endswith('e')
+
+
+def test_accepted_drafts_are_underlined_on_a_terminal(place, straight):
+  ours, theirs = pty.openpty()
+  args = (f'--checkpoint={straight}', '--tokens=60', '--prompt=one module predicts ')
+  env = {k: v for k, v in environment(place).items() if k != 'NO_COLOR'}
+  done = subprocess.Popen(
+    command_line(place, '', *args, command='sample'),
+    env=env,
+    cwd=place,
+    stdout=theirs,
+    stderr=subprocess.PIPE,
+  )
+  os.close(theirs)
+  shown = b''
+  while True:
+    try:
+      part = os.read(ours, 4096)
+    except OSError:
+      break
+    if not part:
+      break
+    shown += part
+  assert done.wait() == 0
+  text = shown.decode().split('\r\n\r\n')[0]
+  assert '\033[4m' in text and text.count('\033[4m') == text.count('\033[24m')
+
+
+@pytest.mark.parametrize(
+  'args, said',
+  [
+    ((), ('--prompt', 'there is no prompt')),
+    (('--prompt=',), ('prompts[0]', 'empty')),
+    (('--prompts=nowhere.txt',), ('nowhere.txt', 'cannot be read')),
+    (('--prompt=a', '--temperature=-1'), ('temperature', '-1')),
+    (('--prompt=a', '--draft=9'), ('draft', '9', '0 … 2')),
+    (('--prompt=a', '--rule=hope'), ('rule', 'hope', 'rejection')),
+    (('--prompt=a', '--stop=ab'), ('--stop', '2 tokens')),
+    (('--prompt=a', '--longest=20'), ('1 tokens and a budget of 24', 'longest=20')),
+    (('--prompt=a', '--json=/proc/none/x'), ('--json', 'cannot be written')),
+    (('--prompt=a', '--tempreature=1'), ('--tempreature', 'did you mean')),
+  ],
+)
+@pytest.mark.slow
+def test_mistakes_are_one_line(sample, args, said):
+  assert_mistake(sample(*args), *said)
+
+
+def test_a_blank_line_among_prompts_is_named(sample, place):
+  (place / 'gap.txt').write_text('one\n\ntwo\n')
+  assert_mistake(sample(f'--prompts={place}/gap.txt'), 'gap.txt:2', 'empty')
