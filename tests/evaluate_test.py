@@ -138,7 +138,8 @@ FIGURES = ('loss', 'loss_by_depth', 'agreement_by_depth', 'counts_by_depth')
 def test_the_figures_are_bit_for_bit_those_that_training_ended_with(again, trained):
   figures, said = again
   summary = json.loads((trained / 'summary.json').read_text())
-  for name in (*FIGURES, 'bits_per_byte_by_depth', 'objectives', 'mtp'):
+  drafting = ('tau', 'by_draft_length', 'replay_tau', 'parity', 'draft_completion')
+  for name in (*FIGURES, 'bits_per_byte_by_depth', 'objectives', 'mtp', *drafting):
     assert figures[name] == summary[name], name
   assert figures['step'] == 4
   assert figures['checkpoint'] == str(trained / 'checkpoints')

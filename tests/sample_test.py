@@ -1,5 +1,6 @@
 """The sample command, as a person and as a program use it."""
 
+import contextlib
 import json
 import os
 import pty
@@ -70,24 +71,15 @@ def test_accepted_drafts_are_underlined_on_a_terminal(place, straight):
   ours, theirs = pty.openpty()
   args = (f'--checkpoint={straight}', '--tokens=60', '--prompt=one module predicts ')
   env = {k: v for k, v in environment(place).items() if k != 'NO_COLOR'}
-  done = subprocess.Popen(
-    command_line(place, '', *args, command='sample'),
-    env=env,
-    cwd=place,
-    stdout=theirs,
-    stderr=subprocess.PIPE,
-  )
-  os.close(theirs)
-  shown = b''
-  while True:
-    try:
-      part = os.read(ours, 4096)
-    except OSError:
-      break
-    if not part:
-      break
-    shown += part
-  assert done.wait() == 0
+  start = command_line(place, '', *args, command='sample')
+  with subprocess.Popen(start, env=env, cwd=place, stdout=theirs) as done:
+    os.close(theirs)
+    shown = b''
+    with contextlib.suppress(OSError):  # the end of a terminal
+      while part := os.read(ours, 4096):
+        shown += part
+  os.close(ours)
+  assert done.returncode == 0
   text = shown.decode().split('\r\n\r\n')[0]
   assert '\033[4m' in text and text.count('\033[4m') == text.count('\033[24m')
 

@@ -48,7 +48,7 @@ def test_a_run_writes_everything_that_people_and_programs_read(straight):
   names = {p.name for p in straight.iterdir()}
   assert names == {
     *('config.json', '.lock', 'metrics.jsonl', 'tensorboard', 'checkpoints'),
-    *('loss.png', 'summary.json'),
+    *('acceptance.png', 'loss.png', 'summary.json'),
   }
   config = fields.from_json(json.loads((straight / 'config.json').read_text()))
   assert config.trunk.vocab == 256
@@ -116,6 +116,15 @@ def test_the_summary_says_what_was_learnt_how_fast_and_on_what(straight):
     ('replica', 'fsdp', 'tensor', 'context', 'expert'), 1
   )
   assert {'jax', 'flax', 'python', 'device', 'date'} <= set(conditions)
+
+
+def test_the_summary_says_what_drafting_is_worth(straight):
+  found = summary(straight)
+  assert found['parity'] is True and found['completion'] == found['draft_completion']
+  assert 1 <= found['tau'] <= 3 and found['replay_tau'] == pytest.approx(found['tau'])
+  assert found['tokens_per_pass'] >= 1 and len(found['acceptance_by_position']) == 2
+  assert found['draft_passes'] <= found['plain_passes'] == 64
+  assert (straight / 'acceptance.png').stat().st_size > 10_000
 
 
 # -------------------------------------------------------------------- stop and go on
