@@ -188,18 +188,31 @@ def test_block_accepts_no_fewer_than_rejection():
 
 
 class Fed:
-  """Gives the rules uniforms and tokens of the test's own, and keeps the weights."""
+  """Runs rules on uniforms and tokens of the test's own, and keeps what weights tokens
+  were to be drawn from."""
 
   def __init__(self, monkeypatch):
     self.uniform: Any = None
     self.tokens: Any = None  # None: the heaviest
     self.weights: Any = None
-    monkeypatch.setattr(verify, '_uniform', lambda *_: jnp.asarray(self.uniform))
+    monkeypatch.setattr(verify, '_uniform', lambda *_: self.uniform)
     monkeypatch.setattr(verify, 'draw', self.draw)
 
   def draw(self, keys, weights):
-    self.weights = np.asarray(weights)
-    return jnp.argmax(weights, -1) if self.tokens is None else jnp.asarray(self.tokens)
+    self.weights = weights
+    return jnp.argmax(weights, -1) if self.tokens is None else self.tokens
+
+  def run(self, rule, rows, one_hot=False):
+    @jax.jit
+    def judged(p, x, q, count, *given):
+      self.uniform, self.tokens = given
+      out = verify.RULES[rule](p, x, q, count, count, count)
+      return out, self.weights
+
+    p, q, u = (np.array(a, np.float32) for a in (rows.p, rows.q, rows.u))
+    args = p, rows.x, None if one_hot else q, rows.count, u, rows.tokens
+    out, self.weights = jax.device_get(judged(*args))
+    return out
 
 
 @pytest.fixture
@@ -215,17 +228,10 @@ class Batch:
   x: Any
   q: Any
   count: Any
-  u: Any = None
+  u: Any
   accepted: Any = None
   rest: Any = None
-
-  def run(self, rule, one_hot=False):
-    zeros = jnp.zeros(len(self.count), jnp.int32)
-    q = None if one_hot else jnp.asarray(self.q, jnp.float32)
-    p, x, count = (jnp.asarray(a) for a in (self.p, self.x, self.count))
-    return jax.device_get(
-      verify.RULES[rule](p.astype(jnp.float32), x, q, count, zeros, zeros)
-    )
+  tokens: Any = None
 
 
 def batch(rule, kinds):
@@ -263,8 +269,7 @@ def batch(rule, kinds):
 @pytest.mark.parametrize('rule', ['rejection', 'block'])
 def test_rules_decide_as_the_oracle(rule, kinds, one_hot, fed):
   rows = batch(rule, kinds)
-  fed.uniform = rows.u.astype(np.float32)
-  out = rows.run(rule, one_hot)
+  out = fed.run(rule, rows, one_hot)
   np.testing.assert_array_equal(out.accepted, rows.accepted)
   assert not out.failed.any()
   size = rows.rest.sum(-1, keepdims=True)  # what rounding is to be held against
@@ -277,23 +282,22 @@ def test_sample_and_match_compares_with_draws_from_p(fed):
   rng = np.random.default_rng(1)
   y = rng.integers(0, 4, rows.p.shape[:2])
   same = np.arange(4)[None] < rng.integers(0, 4, len(y))[:, None]
-  fed.tokens = np.where(same, np.pad(rows.x, ((0, 0), (0, 1))), y).astype(np.int32)
-  out = rows.run('sample-and-match')
+  y = np.where(same, np.pad(rows.x, ((0, 0), (0, 1))), y).astype(np.int32)
+  rows.tokens = y
+  out = fed.run('sample-and-match', rows)
   np.testing.assert_array_equal(fed.weights, rows.p.astype(np.float32))
   for b, count in enumerate(rows.count):
-    hits = [*(fed.tokens[b, :count] == rows.x[b, :count]), False]
+    hits = [*(y[b, :count] == rows.x[b, :count]), False]
     assert out.accepted[b] == hits.index(False)
-    assert out.after[b] == fed.tokens[b, out.accepted[b]]
+    assert out.after[b] == y[b, out.accepted[b]]
 
 
 def test_a_one_hot_target_is_greedy_under_every_rule(fed):
   V, K = 3, 3
   p, q = make('any', V, K)
   p[0][:2] = p[0].max()  # a tie
-  x, count = zip(
-    *((x, n) for (x, _), n in itertools.product(drafts(q, K), range(K + 1))),
-    strict=True,
-  )
+  rows = [(x, n) for x, _ in drafts(q, K) for n in range(K + 1)]
+  x, count = zip(*rows * 2, strict=True)
   table = np.array([[p[i][row[:i]] for i in range(K + 1)] for row in x])
   best = table.argmax(-1)
   accepted = [
@@ -304,13 +308,12 @@ def test_a_one_hot_target_is_greedy_under_every_rule(fed):
   np.testing.assert_array_equal(out.accepted, accepted)
   np.testing.assert_array_equal(out.after, after)
   dense = [[q[i][row[:i]] for i in range(K)] for row in x]
-  rows = Batch(np.eye(V)[best], np.array(x), dense, np.array(count))
+  u = np.repeat([[0], [1 - 2**-24]], len(rows), 0) * np.ones(K)
+  case = Batch(np.eye(V)[best], np.array(x), dense, np.array(count), u)
   for rule, one_hot in itertools.product(verify.RULES, (False, True)):
-    for u in (0, 1 - 2**-24):
-      fed.uniform = np.full((len(x), K), u, np.float32)
-      drawn = rows.run(rule, one_hot)
-      np.testing.assert_array_equal(drawn.accepted, accepted)
-      np.testing.assert_array_equal(drawn.after, after)
+    drawn = fed.run(rule, case, one_hot)
+    np.testing.assert_array_equal(drawn.accepted, accepted)
+    np.testing.assert_array_equal(drawn.after, after)
 
 
 def through_a_grid(rule, p, q, K, cells, fed):
@@ -321,11 +324,10 @@ def through_a_grid(rule, p, q, K, cells, fed):
   drafted, n = np.repeat(x, len(grid), 0), len(x) * len(grid)
   rows = Batch(
     *(np.broadcast_to(p, (n, K + 1, len(p))), drafted),
-    *(np.broadcast_to(q, (n, K, len(q))), np.full(n, K)),
+    *(np.broadcast_to(q, (n, K, len(q))), np.full(n, K), np.tile(grid, (len(x), 1))),
   )
-  fed.uniform = np.tile(grid, (len(x), 1)).astype(np.float32)
   chance = np.prod(np.array(q)[drafted], 1)
-  return np.sum(chance * rows.run(rule).accepted) / len(grid)
+  return np.sum(chance * fed.run(rule, rows).accepted) / len(grid)
 
 
 @pytest.mark.parametrize('rule, expected', [('rejection', 10 / 9), ('block', 11 / 9)])
@@ -346,27 +348,25 @@ def test_a_broken_row_ends_the_draft_before_it(rule):
   B, K, V = 400, 3, 3
   p, q = (rng.dirichlet(np.ones(V), (B, n)).astype(np.float32) for n in (K + 1, K))
   x, count = rng.integers(0, V, (B, K)), rng.integers(0, K + 1, B)
-  seeds, judge_rows = jnp.arange(B), verify.RULES[rule]
+  seeds, rows = jnp.arange(B), jax.jit(verify.RULES[rule])
 
   def run(p, q, count):
     args = jnp.asarray(p), jnp.asarray(x), jnp.asarray(q), jnp.asarray(count)
-    return jax.device_get(judge_rows(*args, seeds, seeds))
+    return jax.device_get(rows(*args, seeds, seeds))
 
+  whole = run(p, q, count)
   for j in range(K):
     cut = run(p, q, np.minimum(count, j))
     for values in ([np.nan] * V, [0.5, np.nan, 0.5], [0.0] * V, [np.inf, 0, 0]):
       broken = q.copy()
       broken[:, j] = values
-      out = run(p, broken, count)
-      if rule == 'sample-and-match':
-        cut = run(p, q, count)
-      np.testing.assert_array_equal(out.accepted, cut.accepted)
-      np.testing.assert_array_equal(out.after, cut.after)
+      out, want = run(p, broken, count), whole if rule == 'sample-and-match' else cut
+      np.testing.assert_array_equal(out.accepted, want.accepted)
+      np.testing.assert_array_equal(out.after, want.after)
       assert not out.failed.any()
       broken = p.copy()
       broken[:, j] = values
       out = run(broken, q, count)
-      cut = run(p, q, np.minimum(count, j))
       np.testing.assert_array_equal(out.accepted, cut.accepted)
       np.testing.assert_array_equal(out.failed, out.accepted == j)
       np.testing.assert_array_equal(out.after[~out.failed], cut.after[~out.failed])
