@@ -98,14 +98,15 @@ def acceptance_figure(figures: Mapping[str, Any], path: str | os.PathLike) -> No
   bars = left.bar(at, alone, width=0.6, color=_COLOURS[0], label='accepted so far')
   left.bar_label(bars, [f'{x:.2f}' for x in alone], padding=2, fontsize='small')
   left.plot(at, given, 'o', color=_COLOURS[1], label='given all before')
-  left.set(xlabel='draft', ylabel='acceptance', ylim=(0, 1.12), xticks=at)
-  left.legend(frameon=False, fontsize='small', loc='lower left')
+  left.set(xlabel='draft', ylabel='acceptance', ylim=(0, 1.25), xticks=at)
+  left.set_yticks(np.linspace(0, 1, 6))
+  left.legend(frameon=False, fontsize='small', loc='upper center', ncols=2)
   right.plot(np.arange(K + 1), tau, 'o-', color=_COLOURS[0])
   right.plot([0, K], [1, K + 1], ':', color='0.6')
   right.annotate(
     'all accepted',
     (K, K + 1),
-    (-4, -4),
+    (-24, 0),
     textcoords='offset points',
     ha='right',
     va='top',

@@ -86,3 +86,15 @@ def test_smoothing_matches_a_loop():
 def test_no_losses_is_an_error(tmp_path):
   with pytest.raises(ValueError, match='no loss_by_depth among 1 lines'):
     figures.loss_figure([{'step': 1, 'loss': 2.0}], tmp_path / 'loss.png')
+
+
+@pytest.mark.parametrize('K', [1, 3, 8])
+def test_acceptance_is_drawn_for_any_draft_length(tmp_path, K):
+  found = {
+    'acceptance_by_position': [0.9**k for k in range(1, K)] + [None],
+    'conditional_acceptance': [0.9] * (K - 1) + [None],
+    'by_draft_length': [{'tau': 1 + 0.5 * k} for k in range(1, K + 1)],
+  }
+  path = tmp_path / 'new' / 'acceptance.png'
+  figures.acceptance_figure(found, path)
+  assert path.read_bytes().startswith(b'\x89PNG') and path.stat().st_size > 10_000

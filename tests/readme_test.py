@@ -103,6 +103,11 @@ def test_the_commands_of_the_tour_run(tmp_path):
     )
     assert run.returncode == 0, f'{command}\n{run.stderr}'
   assert (tmp_path / 'runs/tiny/heldout.json').exists()
+  code = next(block for block in blocks('python') if 'Sampler.load' in block)
+  start = [sys.executable, '-W', 'error', '-c', code]
+  run = subprocess.run(start, cwd=tmp_path, capture_output=True, text=True)
+  assert run.returncode == 0, run.stderr
+  assert "('decode', 2, 64, 3)" in run.stdout
 
 
 def test_nothing_is_left_to_fill_in():
