@@ -33,6 +33,7 @@ def main(config: configs.Config) -> int:
   split = 'train' if _FILES.value else 'heldout'
   title = ', '.join(_FILES.value) if _FILES.value else 'held out'
   rows = batches.open_rows(config.data, run.tokenizer, split)
+  acceptance.prompts(config.decode, rows, run.tokenizer)  # refused before the work
 
   abstract = jax.eval_shape(lambda: run.params)
   compiled = step.compile_eval(
@@ -45,6 +46,7 @@ def main(config: configs.Config) -> int:
     rows,
     functools.partial(terminal.watch, total=heldout.count(config, rows)),
   )
+  terminal.say('decoding, plainly and with drafts …')
   drafted = acceptance.measure(
     run.graphdef, run.params, config.decode, rows, run.tokenizer
   )

@@ -62,6 +62,7 @@ def main(config: configs.Config) -> int:
   configs.finalize(config)
   data = batches.open_data(config.data, config.seed)
   configs.finalize(config, data.tokenizer.vocab_size)
+  acceptance.prompts(config.decode, data.heldout, data.tokenizer)
   directory = workdir.claim(_WORKDIR.value or f'runs/{config.name}', config)
   saved = Checkpoints(
     directory / 'checkpoints',
@@ -150,6 +151,7 @@ def main(config: configs.Config) -> int:
     )
     if result['loss'] is not None:
       writer.write(config.steps, {'split': 'heldout', **result})
+    say('decoding, plainly and with drafts …')
     drafted = acceptance.measure(
       graphdef, state['params'], config.decode, data.heldout, data.tokenizer
     )
