@@ -20,7 +20,7 @@ from mtpjax.fields import ConfigError
 from mtpjax.models import cache
 from mtpjax.models.attention import Rows
 from mtpjax.sampling.filters import Settings
-from mtpjax.sampling.generate import Decoder, Generation
+from mtpjax.sampling.generate import Decoder, Generation, pad
 from mtpjax.sampling.stats import Stats
 
 # A tie this close may fall either way in a batch of another shape, by dtype.
@@ -126,13 +126,7 @@ def prompts(
     # A row's first piece may be the middle of a long document: text all the same.
     first = np.count_nonzero(row['segments'] == row['segments'][0])
     ids.append(row['tokens'][: min(first, config.prompt_tokens)])
-  if not ids:
-    return None
-  lengths = np.array([len(row) for row in ids])
-  padded = np.zeros((len(ids), lengths.max()), np.int32)
-  for n, row in enumerate(ids):
-    padded[n, : len(row)] = row
-  return padded, lengths
+  return pad(ids) if ids else None
 
 
 def replay(right_KBT: np.ndarray, prompts_B: np.ndarray, new_B: np.ndarray) -> Stats:

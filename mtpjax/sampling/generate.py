@@ -244,6 +244,17 @@ def generate(
   return model.generate(prompts, lengths, sampling, key, padding)
 
 
+def pad(
+  rows: Sequence[Int[Any, ' n']],
+) -> tuple[Int[np.ndarray, 'B P'], Int[np.ndarray, ' B']]:
+  """Prompts of any lengths as `generate` takes them: (tokens, lengths)."""
+  lengths = np.array([len(row) for row in rows])
+  padded = np.zeros((len(rows), lengths.max()), np.int32)
+  for n, row in enumerate(rows):
+    padded[n, : len(row)] = row
+  return padded, lengths
+
+
 @dataclasses.dataclass
 class _Job:
   sizes: tuple[int, int]  # rows, slots

@@ -12,7 +12,7 @@ from mtpjax import saved
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.fields import ConfigError
 from mtpjax.sampling.filters import Settings
-from mtpjax.sampling.generate import Decoder, Generation
+from mtpjax.sampling.generate import Decoder, Generation, pad
 from mtpjax.sampling.stats import Stats
 
 GREEDY = Settings()
@@ -79,9 +79,7 @@ class Sampler:
     prompts, ids, each = self._read(prompts, settings)
     found: dict[int, Completion] = {}
     for rows in watch(self.batches(prompts)):
-      out = self.decoder.generate(
-        *_pad([ids[r] for r in rows]), [each[r] for r in rows]
-      )
+      out = self.decoder.generate(*pad([ids[r] for r in rows]), [each[r] for r in rows])
       texts = self._write([prompts[r] for r in rows], out)
       found.update(zip(rows, texts, strict=True))
     return [found[n] for n in range(len(prompts))]
@@ -98,7 +96,7 @@ class Sampler:
   ) -> Iterator[list[Completion]]:
     """What there is after each round, of all prompts side by side."""
     prompts, ids, each = self._read(prompts, settings)
-    for out in self.decoder.stream(*_pad(ids), each):
+    for out in self.decoder.stream(*pad(ids), each):
       yield self._write(prompts, out)
 
   def _read(
@@ -115,7 +113,7 @@ class Sampler:
         fix = 'a text starts from at least one character'
         raise ConfigError(f'prompts[{n}]', text, 'is empty', fix)
       ids.append(self.tokenizer.encode(text, where=f'prompts[{n}]'))
-    self.decoder.check(*_pad(ids), list(each))
+    self.decoder.check(*pad(ids), list(each))
     return texts, ids, list(each)
 
   def _write(self, prompts: list[str], out: Generation) -> list[Completion]:
@@ -161,11 +159,3 @@ def pieces(
       parts.append((text, mark))
     start = end
   return parts
-
-
-def _pad(ids: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-  lengths = np.array([len(row) for row in ids])
-  padded = np.zeros((len(ids), max(lengths)), np.int32)
-  for n, row in enumerate(ids):
-    padded[n, : len(row)] = row
-  return padded, lengths
