@@ -58,7 +58,7 @@ def test_the_replay_of_plain_text_gives_the_samplers_tau(name):
   assert 1.0 < found['tau'] < found['by_draft_length'][-1]['tau'] + 1e-9
   assert found['replay_tau'] == pytest.approx(found['tau'], abs=1e-12)
   assert found['new_tokens'] == 5 * 33 and found['plain_passes'] == 33
-  assert found['draft_passes'] < 33
+  assert found['draft_passes'] <= 33
   assert (
     found['completion'] == found['draft_completion'] and len(found['completion']) == 33
   )

@@ -245,7 +245,7 @@ def generate(
 
 
 def pad(
-  rows: Sequence[Int[Any, ' n']],
+  rows: Sequence[Any],
 ) -> tuple[Int[np.ndarray, 'B P'], Int[np.ndarray, ' B']]:
   """Prompts of any lengths as `generate` takes them: (tokens, lengths)."""
   lengths = np.array([len(row) for row in rows])
