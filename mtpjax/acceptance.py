@@ -245,7 +245,8 @@ def _teacher(graphdef, params, texts: np.ndarray, K: int):
   right = np.zeros((K, B, T), bool)
   for k in range(K):
     # Draft k, from 0, of row i is token i + k + 2.
-    right[k, :, : T - k - 2] = texts[:, k + 2 :] == drafts[: T - k - 2, k, :B].T
+    n = max(0, T - k - 2)
+    right[k, :, :n] = texts[:, T - n :] == drafts[:n, k, :B].T
   return margin.T[:B], right
 
 

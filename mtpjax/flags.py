@@ -123,6 +123,9 @@ def _mistakes_exit(user_errors: tuple[type[Exception], ...]):
     yield
   except KeyboardInterrupt:
     sys.exit(130)
+  except BrokenPipeError:  # `| head` has seen enough
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(141)
   except flags.Error as error:
     message = f'{error}; --help lists the flags'
   except (ConfigError, *user_errors) as error:

@@ -5,7 +5,8 @@
 
 Greedy unless --temperature says otherwise. A single prompt streams; on a terminal,
 accepted drafts are underlined. --prompts has a prompt a line; of a .jsonl file each
-line is a JSON string, or an object with `prompt`. --draft=0 decodes plainly. --json=-
+line is a JSON string, or an object with `prompt` and settings of its own: budget,
+temperature, top_k, top_p, min_p, seed, draft. --draft=0 decodes plainly. --json=-
 writes JSON to standard output, and nothing else.
 """
 
@@ -36,7 +37,7 @@ _TEMPERATURE = flags.DEFINE_float('temperature', 0.0, '0 takes the most likely t
 _TOP_K = flags.DEFINE_integer('top_k', 0, 'only the k most likely tokens; 0 is off')
 _TOP_P = flags.DEFINE_float('top_p', 1.0, 'only the fewest tokens with this; 1 is off')
 _MIN_P = flags.DEFINE_float('min_p', 0.0, 'only tokens with this share of the largest')
-_SEED = flags.DEFINE_integer('seed', 0, 'of the draws; each prompt has the same')
+_SEED = flags.DEFINE_integer('seed', 0, 'of the first prompt; the next has one more')
 _STOP = flags.DEFINE_multi_string('stop', [], 'text of one token that ends it')
 _DRAFT = flags.DEFINE_integer('draft', None, 'drafts a round; default as trained')
 _RULE = flags.DEFINE_string('rule', 'rejection', 'how drafts of drawn text are judged')
@@ -45,9 +46,9 @@ saved.define_flags()
 flags.adopt_module_key_flags(saved)
 
 
-def read_prompts() -> list[str]:
-  """Those of --prompt and --prompts, in this order."""
-  prompts = list(_PROMPT.value)
+def read_prompts() -> list[tuple[str, dict[str, Any]]]:
+  """Those of --prompt and --prompts, in this order, with settings of their own."""
+  prompts: list[tuple[str, dict[str, Any]]] = [(text, {}) for text in _PROMPT.value]
   if _PROMPTS.value is not None:
     path = Path(_PROMPTS.value).expanduser()
     try:
@@ -58,7 +59,9 @@ def read_prompts() -> list[str]:
       ) from None
     lines = [line.removesuffix('\r') for line in lines]
     for number, line in enumerate(lines[: -1 if not lines[-1] else None], 1):
-      prompts.append(_prompt(line, f'{path}:{number}', path.suffix == '.jsonl'))
+      prompts.append(_prompt(line, f'{path}:{number}', path.suffix.lower() == '.jsonl'))
+  if not prompts and _PROMPTS.value is not None:
+    raise fields.ConfigError('--prompts', _PROMPTS.value, 'holds no line', 'fill it')
   if not prompts:
     raise fields.ConfigError(
       '--prompt', None, 'there is no prompt', 'use --prompt=TEXT or --prompts=FILE'
@@ -66,20 +69,29 @@ def read_prompts() -> list[str]:
   return prompts
 
 
-def _prompt(line: str, where: str, is_json: bool) -> str:
-  prompt: Any = line
+_OWN = ('budget', 'temperature', 'top_k', 'top_p', 'min_p', 'seed', 'draft')
+
+
+def _prompt(line: str, where: str, is_json: bool) -> tuple[str, dict[str, Any]]:
+  prompt, own = line, {}
   if is_json and line:
     try:
       prompt = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise fields.ConfigError(
         where, line[:40], f'is no JSON: {error}', 'correct it'
       ) from None
-    prompt = prompt.get('prompt') if isinstance(prompt, dict) else prompt
+    if isinstance(prompt, dict):
+      own = {k: v for k, v in prompt.items() if k != 'prompt'}
+      prompt = prompt.get('prompt')
+  for name in own:
+    if name not in _OWN:
+      fix = fields.suggest(name, ['prompt', *_OWN])
+      raise fields.ConfigError(where, name, 'is no setting of a prompt', fix)
   if not isinstance(prompt, str) or not prompt:
-    problem = 'is empty' if not prompt else 'is no text'
+    problem = 'is empty' if prompt == '' else 'has no text for a prompt'
     raise fields.ConfigError(where, line[:40], problem, 'give each line a prompt')
-  return prompt
+  return prompt, own
 
 
 def stop_ids(tokenizer: Any) -> tuple[int, ...]:
@@ -94,20 +106,24 @@ def stop_ids(tokenizer: Any) -> tuple[int, ...]:
 
 
 def main(config: configs.Config) -> int:
-  prompts = read_prompts()
+  given = read_prompts()
   silent = flags.FLAGS.json == '-'
   out = None if silent else saved.output()
   jax.set_mesh(mesh.make(config.mesh))
   run = saved.restore(config)
-  settings = Settings(
-    budget=_TOKENS.value,
-    temperature=_TEMPERATURE.value,
-    top_k=_TOP_K.value,
-    top_p=_TOP_P.value,
-    min_p=_MIN_P.value,
-    seed=_SEED.value,
-    stop=stop_ids(run.tokenizer),
-  )
+  common = {
+    'budget': _TOKENS.value,
+    'temperature': _TEMPERATURE.value,
+    'top_k': _TOP_K.value,
+    'top_p': _TOP_P.value,
+    'min_p': _MIN_P.value,
+    'stop': stop_ids(run.tokenizer),
+  }
+  prompts = [text for text, _ in given]
+  settings = [
+    Settings(**{**common, 'seed': _SEED.value + n, **own})
+    for n, (_, own) in enumerate(given)
+  ]
   decoder = Decoder(
     run.graphdef,
     run.params,
@@ -119,7 +135,7 @@ def main(config: configs.Config) -> int:
 
   began = time.monotonic()
   if len(prompts) == 1 and not silent:
-    texts = [stream(sampler, prompts[0], settings)]
+    texts = [stream(sampler, prompts[0], settings[0])]
   else:
     batches = len(sampler.batches(prompts))
     texts = sampler(prompts, settings, lambda items: terminal.watch(items, batches))
@@ -138,13 +154,17 @@ def main(config: configs.Config) -> int:
     figures = {
       'checkpoint': str(run.directory),
       'step': run.step,
-      'completions': [as_json(one) for one in texts],
+      'completions': [
+        as_json(one) | {'settings': vars(own)}
+        for one, own in zip(texts, settings, strict=True)
+      ],
       **stats.to_json(),
       'tokens_per_second': stats.delivered / seconds if seconds > 0 else None,
       'seconds': seconds,
       'compile_seconds': compiling,
       'compilations': len(decoder.compilations),
-      'settings': vars(settings) | {'draft': decoder.draft, 'rule': decoder.rule},
+      'draft': decoder.draft,
+      'rule': decoder.rule,
       'mtp': run.conventions,
       'conditions': {**metrics.conditions(), 'mesh': mesh.axis_sizes()},
     }
@@ -164,10 +184,11 @@ def main(config: configs.Config) -> int:
 
 def stream(sampler: Sampler, prompt: str, settings: Settings) -> Completion:
   """Says the text as it comes."""
+  rounds = sampler.stream(prompt, settings)  # refused before anything is said
   speaks, said, one = jax.process_index() == 0, 0, None
   if speaks:
     print(prompt, end='', flush=True)
-  for (one,) in sampler.stream(prompt, settings):
+  for (one,) in rounds:
     fresh, skip = [], said
     for text, drafted in one.pieces:
       fresh += [(text[skip:], drafted)] if len(text) > skip else []

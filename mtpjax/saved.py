@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -104,10 +105,15 @@ def output() -> Path | None:
   name = flags.FLAGS.json
   if not name:
     return None
-  path = Path(name).expanduser()
+  path = Path(name).expanduser().resolve()
+  if path.exists() and not path.is_file():
+    raise fields.ConfigError('--json', name, 'is no file', 'name a file')
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.open('a').close()
+    # It is written beside itself first, so that a reader never sees half of it.
+    tempfile.TemporaryFile(dir=path.parent).close()
+    if path.exists():
+      path.open('a').close()
   except OSError as error:
     raise fields.ConfigError(
       '--json', name, f'cannot be written: {error.strerror}', 'name another file'

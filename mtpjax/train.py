@@ -151,31 +151,36 @@ def main(config: configs.Config) -> int:
     )
     if result['loss'] is not None:
       writer.write(config.steps, {'split': 'heldout', **result})
-    say('decoding, plainly and with drafts …')
-    drafted = acceptance.measure(
-      graphdef, state['params'], config.decode, data.heldout, data.tokenizer
-    )
-  if jax.process_index() == 0:
-    lines = metrics.read_metrics(directory / 'metrics.jsonl')
-    trained = [line for line in lines if 'split' not in line]
+  say(heldout.table(result))
+  first = jax.process_index() == 0
+  lines = metrics.read_metrics(directory / 'metrics.jsonl') if first else []
+  trained = [line for line in lines if 'split' not in line]
+  summary = {
+    **result,
+    'train_loss_by_depth': trained[-1]['loss_by_depth'] if trained else None,
+    'steps': config.steps,
+    'resumed_at': start or None,
+    'seconds': time.monotonic() - began,
+    'compile_seconds': compile_seconds,
+    'tokens_per_second': meter.tokens_per_second,
+    'parameters': parameters,
+    'mtp': configs.conventions(config),
+    'conditions': {**metrics.conditions(), 'mesh': mesh.axis_sizes()},
+  }
+  if first:
     figures.loss_figure(lines, directory / 'loss.png')
-    if drafted:
-      figures.acceptance_figure(drafted, directory / 'acceptance.png')
-    summary = {
-      **result,
-      **(drafted or {}),
-      'train_loss_by_depth': trained[-1]['loss_by_depth'] if trained else None,
-      'steps': config.steps,
-      'resumed_at': start or None,
-      'seconds': time.monotonic() - began,
-      'compile_seconds': compile_seconds,
-      'tokens_per_second': meter.tokens_per_second,
-      'parameters': parameters,
-      'mtp': configs.conventions(config),
-      'conditions': {**metrics.conditions(), 'mesh': mesh.axis_sizes()},
-    }
     metrics.write_summary(directory / 'summary.json', summary)
-  say(f'{heldout.table(result)}\n{acceptance.table(drafted)}')
+
+  # --- What drafting is worth. Whatever fails here, the results above are written.
+  say('decoding, plainly and with drafts …')
+  drafted = acceptance.measure(
+    graphdef, state['params'], config.decode, data.heldout, data.tokenizer
+  )
+  say(acceptance.table(drafted))
+  if drafted and first:
+    figures.acceptance_figure(drafted, directory / 'acceptance.png')
+    summary |= {**drafted, 'seconds': time.monotonic() - began}
+    metrics.write_summary(directory / 'summary.json', summary)
   say(
     f'{time.monotonic() - began:.0f} s, {compile_seconds:.0f} of them compiling steps. '
     f'Figures: {directory}/*.png, {directory}/summary.json\nNext:\n'

@@ -47,7 +47,7 @@ def test_json_agrees_with_itself_and_with_plain_decoding(sample, place):
     assert ''.join(piece['text'] for piece in one['pieces']) == text
     assert len(one['tokens']) == len(one['logprobs']) == 24
   assert found['delivered'] == 72 and found['tau'] >= 1
-  assert found['settings']['draft'] == 2 and found['compilations'] == 1
+  assert found['draft'] == 2 and found['compilations'] == 1
   ended_well(sample(*args, '--draft=0'))
   plain = json.loads(out.read_text())
   assert [one['text'] for one in plain['completions']] == texts
@@ -55,14 +55,17 @@ def test_json_agrees_with_itself_and_with_plain_decoding(sample, place):
 
 
 def test_json_on_standard_output_is_nothing_else(sample, place):
-  lines = ['"one"', json.dumps({'prompt': 'a\nmodule', 'id': 3})]
+  lines = ['"one"', json.dumps({'prompt': 'a\nmodule', 'budget': 9})]
   (place / 'prompts.jsonl').write_text('\n'.join(lines) + '\n')
   args = ('--temperature=1', '--seed=5', '--stop=e', '--json=-')
   done = ended_well(sample(f'--prompts={place}/prompts.jsonl', *args))
   found = json.loads(done.stdout)
   assert [one['prompt'] for one in found['completions']] == ['one', 'a\nmodule']
+  assert [one['settings']['budget'] for one in found['completions']] == [24, 9]
+  assert [one['settings']['seed'] for one in found['completions']] == [5, 6]
   for one in found['completions']:
     assert one['finish_reason'] in ('stop', 'length')
+    assert len(one['tokens']) <= one['settings']['budget']
     assert 'e' not in one['text'][:-1]
     assert (one['finish_reason'] == 'stop') == one['text'].endswith('e')
 
@@ -107,3 +110,9 @@ def test_mistakes_are_one_line(sample, args, said):
 def test_a_blank_line_among_prompts_is_named(sample, place):
   (place / 'gap.txt').write_text('one\n\ntwo\n')
   assert_mistake(sample(f'--prompts={place}/gap.txt'), 'gap.txt:2', 'empty')
+
+
+def test_an_unknown_setting_of_a_prompt_is_refused(sample, place):
+  (place / 'typo.jsonl').write_text('{"prompt": "a", "tempreature": 1}\n')
+  said = ('typo.jsonl:1', 'tempreature', "did you mean 'temperature'")
+  assert_mistake(sample(f'--prompts={place}/typo.jsonl'), *said)

@@ -8,7 +8,6 @@ so that the rules in `verify` need not know of it.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,31 +53,35 @@ class Settings:
     """Raises ConfigError on what cannot be honoured."""
     whole = ('budget', 'top_k', 'seed', *(['draft'] if self.draft is not None else []))
     for name in whole:
-      _whole(name, getattr(self, name))
+      check_whole(name, getattr(self, name))
     for name in ('temperature', 'top_p', 'min_p'):
       value = getattr(self, name)
       if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise ConfigError(name, value, 'is no number', 'use a float')
-      if not math.isfinite(value):
+      if not abs(value) <= float(np.finfo(np.float32).max):
         raise ConfigError(name, value, 'is not finite', 'use a finite number')
     if self.temperature < 0 or 0 < self.temperature < 1e-4:
       fix = 'use 0 for greedy, or at least 1e-4'
       raise ConfigError('temperature', self.temperature, 'is out of range', fix)
-    if not 0 < self.top_p <= 1:
+    if not 1e-30 <= self.top_p <= 1:
       raise ConfigError('top_p', self.top_p, 'is not in (0, 1]', 'use 1 for off')
     if not 0 <= self.min_p <= 1:
       raise ConfigError('min_p', self.min_p, 'is not in [0, 1]', 'use 0 for off')
+    if not isinstance(self.stop, tuple | list):
+      raise ConfigError('stop', self.stop, 'are no token ids', 'use a tuple of ids')
     if len(self.stop) > STOPS:
       raise ConfigError(
         'stop', f'{len(self.stop)} tokens', f'is more than {STOPS}', 'use fewer'
       )
     for token in self.stop:
-      if not isinstance(token, int | np.integer) or not 0 <= token < vocab:
+      whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
+      if not whole or not 0 <= token < vocab:
         fix = f'use ids in 0 … {vocab - 1}'
         raise ConfigError('stop', token, 'is no token', fix)
 
 
-def _whole(name: str, value: Any) -> None:
+def check_whole(name: str, value: Any) -> None:
+  """Raises ConfigError unless the value is a whole number that its array can hold."""
   limit = 2**32 if name == 'seed' else 2**31
   if isinstance(value, bool) or not isinstance(value, int | np.integer):
     raise ConfigError(name, value, 'is no whole number', 'use an int')

@@ -95,6 +95,9 @@ class Decoder:
       )
     if rule not in verify.RULES:
       raise ConfigError('rule', rule, 'is no rule', f'use {" or ".join(verify.RULES)}')
+    for name, value in (('longest', longest), ('chunk', chunk), ('draft', draft)):
+      if value is not None and (name != 'draft' or type(value) is not int):
+        filters.check_whole(name, value)
     for name, value in (('longest', longest), ('chunk', chunk)):
       if value < 1:
         raise ConfigError(name, value, 'is not positive', 'use at least 1')
@@ -145,7 +148,11 @@ class Decoder:
     settings: Settings | Sequence[Settings],
   ) -> list[Settings]:
     """Each row's settings. Raises ConfigError on what cannot be honoured, naming it."""
-    prompts, lengths = np.asarray(prompts), np.asarray(lengths)
+    try:
+      prompts, lengths = np.asarray(prompts), np.asarray(lengths)
+    except ValueError:
+      fix = 'use generate.pad, which gives tokens [B, P] and lengths [B]'
+      raise ConfigError('prompts', 'lists', 'are ragged', fix) from None
     if prompts.ndim != 2 or lengths.shape != prompts.shape[:1] or not len(prompts):
       raise ConfigError(
         'prompts',
@@ -153,17 +160,25 @@ class Decoder:
         'are no batch',
         'give tokens [B, P] and lengths [B], B at least 1',
       )
+    for name, table in (('prompts', prompts), ('lengths', lengths)):
+      if table.dtype.kind not in 'iu':
+        fix = 'use whole numbers'
+        raise ConfigError(name, f'of {table.dtype}', 'are no tokens', fix)
     B, P = prompts.shape
-    each = [settings] * B if isinstance(settings, Settings) else list(settings)
+    many = isinstance(settings, Sequence)
+    each: list[Any] = list(settings) if many else [settings] * B
     if len(each) != B:
       raise ConfigError(
         'settings', len(each), f'are not one for each of {B} prompts', 'give as many'
       )
     for row, (length, own) in enumerate(zip(lengths, each, strict=True)):
+      if not isinstance(own, Settings):
+        fix = 'use filters.Settings(…)'
+        raise ConfigError(f'settings[{row}]', own, 'are no Settings', fix)
       own.check(self.vocab)
       if not 1 <= length <= P:
         problem = 'is empty' if length == 0 else f'does not fit in {P} tokens'
-        fix = 'a text starts from at least one token'
+        fix = f'use 1 … {P}: a text starts from at least one token'
         raise ConfigError(f'prompts[{row}]', f'{length} tokens', problem, fix)
       if length + own.budget > self.longest:
         raise ConfigError(
@@ -189,6 +204,9 @@ class Decoder:
     return each
 
   def _job(self, prompts, lengths, settings, key, padding: Padding) -> _Job:
+    if padding not in ('right', 'left'):
+      fix = "use 'right' or 'left'"
+      raise ConfigError('padding', padding, 'is no side', fix)
     each = self.check(prompts, lengths, settings)
     prompts, lengths = np.asarray(prompts), np.asarray(lengths)
     B, P = prompts.shape
@@ -236,7 +254,8 @@ def generate(
     prompts: token ids, padded on the side that `padding` says.
     lengths: of the prompts.
     sampling: one for all, or one for each.
-    key: folded into every row's seed; None leaves the seeds as they are.
+    key: folded into every row's seed, so rows of equal seeds draw alike; None leaves
+      the seeds as they are.
 
   Raises:
     ConfigError: a prompt or a setting that cannot be honoured.

@@ -11,6 +11,7 @@ import numpy as np
 from mtpjax import saved
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.fields import ConfigError
+from mtpjax.sampling import filters
 from mtpjax.sampling.filters import Settings
 from mtpjax.sampling.generate import Decoder, Generation, pad
 from mtpjax.sampling.stats import Stats
@@ -50,6 +51,7 @@ class Sampler:
   """
 
   def __init__(self, decoder: Decoder, tokenizer: Tokenizer, rows: int = 32):
+    filters.check_whole('rows', rows)
     if rows < 1:
       raise ConfigError('rows', rows, 'is not positive', 'use at least 1')
     self.decoder, self.tokenizer, self.rows = decoder, tokenizer, rows
@@ -94,21 +96,28 @@ class Sampler:
     prompts: str | Sequence[str],
     settings: Settings | Sequence[Settings] = GREEDY,
   ) -> Iterator[list[Completion]]:
-    """What there is after each round, of all prompts side by side."""
-    prompts, ids, each = self._read(prompts, settings)
-    for out in self.decoder.stream(*pad(ids), each):
-      yield self._write(prompts, out)
+    """What there is after each round, of all prompts side by side.
+
+    Raises as a call does, and at once.
+    """
+    texts, ids, each = self._read(prompts, settings)
+    rounds = self.decoder.stream(*pad(ids), each)
+    return (self._write(texts, out) for out in rounds)
 
   def _read(
     self, prompts: str | Sequence[str], settings: Settings | Sequence[Settings]
   ) -> tuple[list[str], list[np.ndarray], list[Settings]]:
     """Prompts as tokens, everything checked before anything compiles."""
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    one = isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence)
+    texts: list[Any] = [prompts] if one else list(prompts)
     if not texts:
       raise ConfigError('prompts', texts, 'are none', 'give at least one text')
-    each = [settings] * len(texts) if isinstance(settings, Settings) else settings
+    many = isinstance(settings, Sequence)
+    each: list[Any] = list(settings) if many else [settings] * len(texts)
     ids = []
     for n, text in enumerate(texts):
+      if not isinstance(text, str):
+        raise ConfigError(f'prompts[{n}]', text, 'is no text', 'give a str')
       if not text:
         fix = 'a text starts from at least one character'
         raise ConfigError(f'prompts[{n}]', text, 'is empty', fix)
