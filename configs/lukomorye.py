@@ -21,13 +21,13 @@ TEXT = Path(__file__).resolve().with_name('lukomorye.txt')
 
 
 def get_config(
-  arg: Literal['sequential', 'parallel', 'tiny'] = 'sequential',
+  arg: Literal['', 'sequential', 'parallel', 'tiny'] = '',
 ) -> config.Config:
   weight = schedules.Constant(0.3)
   module = sequential.Config(depth=1, weight=weight)
   head = parallel.Config(depth=1, weight=weight)
   c = config.Config(
-    name=f'lukomorye-{arg}',
+    name=f'lukomorye-{arg or "sequential"}',
     steps=150,
     log_every=1,
     data=batches.Config(
