@@ -27,7 +27,7 @@ def get_config(
   module = sequential.Config(depth=1, weight=weight)
   head = parallel.Config(depth=1, weight=weight)
   c = config.Config(
-    name=f'lukomorye-{arg or "sequential"}',
+    name=f'lukomorye-{arg}' if arg else 'lukomorye',
     steps=150,
     log_every=1,
     data=batches.Config(
