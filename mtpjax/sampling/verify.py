@@ -50,6 +50,8 @@ def keys(
 def draw(keys_BN: Array, weights: Float[Array, 'B N V']) -> Int[Array, 'B N']:
   """One token of each row and slot, in proportion to unnormalised weights."""
   log = jnp.where(weights > 0, jnp.log(weights), -jnp.inf)
+  # Slicing keys of a batch of one can lose their sharding.
+  keys_BN = jax.reshard(keys_BN, P(*jax.typeof(log).sharding.spec[:2]))
   return jax.vmap(jax.vmap(jax.random.categorical))(keys_BN, log).astype(jnp.int32)
 
 
