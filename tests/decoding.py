@@ -116,8 +116,8 @@ def on_mesh(**sizes):
 
 def build(drafter: base.Config | None = None, **sizes):
   """(graphdef, parameters) of a model that has something to draft: its last token
-  decides most of what follows but not all, so that a sequential module which hands the
-  embedding on accepts about one draft a round."""
+  decides most of what follows but not all. Sequential modules hand its embedding on,
+  linear heads what the trunk made of it, and one draft or so is accepted a round."""
   config = trunk.Config(**{**SIZES, 'embed_std': 0.7, **sizes})
   config.finalize()
   parts = {'drafter': drafter} if drafter else {}
@@ -128,6 +128,9 @@ def build(drafter: base.Config | None = None, **sizes):
     join = np.array(part['w_join'])  # [modules, 2, D, D], the embedding's half first
     join[:, 0], join[:, 1] = np.eye(config.width), 0.3 * join[:, 1]
     part['w_join'] = jax.device_put(join, part['w_join'].sharding)
+  if 'w_map' in part:
+    same = np.broadcast_to(np.eye(config.width, dtype=np.float32), part['w_map'].shape)
+    part['w_map'] = jax.device_put(same, part['w_map'].sharding)
   return graphdef, params
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -313,9 +313,11 @@ def unchecked():
     ({'temperature': -1.0}, ('temperature = -1.0', 'use 0 for greedy')),
     ({'temperature': 1e-5}, ('temperature = 1e-05', 'at least 1e-4')),
     ({'temperature': math.inf}, ('temperature = inf', 'use a finite number')),
+    ({'temperature': 1e39}, ('temperature = 1e+39', 'use a finite number')),
     ({'temperature': '1'}, ("temperature = '1'", 'use a float')),
     ({'top_p': math.nan}, ('top_p = nan', 'use a finite number')),
     ({'top_p': 0.0}, ('top_p = 0.0', 'use 1 for off')),
+    ({'top_p': 1e-46}, ('top_p = 1e-46', 'use 1 for off')),  # 0 in float32
     ({'top_p': True}, ('top_p = True', 'use a float')),
     ({'top_k': -1}, ('top_k = -1', 'use 0 … 2147483647')),
     ({'top_k': 2.5}, ('top_k = 2.5', 'use an int')),
@@ -326,6 +328,8 @@ def unchecked():
     ({'stop': (V,)}, (f'stop = {V}', f'use ids in 0 … {V - 1}')),
     ({'stop': (1, -1)}, ('stop = -1', f'use ids in 0 … {V - 1}')),
     ({'stop': (1.0,)}, ('stop = 1.0', f'use ids in 0 … {V - 1}')),
+    ({'stop': (True,)}, ('stop = True', f'use ids in 0 … {V - 1}')),
+    ({'stop': 5}, ('stop = 5', 'use a tuple of ids')),
     ({'draft': 7}, ('settings[0].draft = 7', 'the 6 compiled', 'draft=7')),
     ({'draft': -1}, ('draft = -1', 'use 0 …')),
     ({'budget': -1}, ('budget = -1', 'use 0 …')),
@@ -344,7 +348,10 @@ def test_settings_that_cannot_be_honoured(changes, parts, forced, unchecked):
   [
     (PROMPTS[:2], [0, 3], Settings(), ("prompts[0] = '0 tokens'", 'at least one')),
     (PROMPTS[:2], [3, 9], Settings(), ("prompts[1] = '9 tokens'", 'in 8 tokens')),
-    (PROMPTS[:2], [3, -1], Settings(), ("prompts[1] = '-1 tokens'",)),
+    (PROMPTS[:2], [3, -1], Settings(), ("prompts[1] = '-1 tokens'", 'use 1 … 8')),
+    (PROMPTS[:2] + 0.5, [3, 3], Settings(), ('prompts', 'float64', 'whole numbers')),
+    ([[1, 2], [3]], [2, 1], Settings(), ('ragged', 'generate.pad')),
+    (PROMPTS[:2], [3, 3], {'budget': 4}, ('settings[0]', 'filters.Settings')),
     (
       PROMPTS[:2],
       [8, 3],
@@ -367,6 +374,10 @@ def test_prompts_that_cannot_be_honoured(
       plain.generate(prompts, np.array(lengths, np.int32), settings)
     assert all(part in str(error.value) for part in parts), error.value
     plain.check(PROMPTS[:2], np.array([8, 3]), Settings(budget=92))  # just fits
+    with pytest.raises(
+      ConfigError, match=r"padding = 'both': .* use 'right' or 'left'"
+    ):
+      plain.generate(*TOKENS, Settings(), padding=cast(Any, 'both'))
   assert not plain.compilations
 
 
@@ -376,6 +387,8 @@ def test_decoders_that_cannot_be_made(natural, plain, unchecked):
     ({'rule': 'best'}, ("rule = 'best'", 'use rejection or')),
     ({'draft': 17}, ('draft = 17', 'use 0 … 16')),
     ({'draft': -1}, ('draft = -1', 'use 0 … 16')),
+    ({'draft': True}, ('draft = True', 'use an int')),
+    ({'longest': 64.5}, ('longest = 64.5', 'use an int')),
     ({'longest': 0}, ('longest = 0', 'at least 1')),
     ({'chunk': 0}, ('chunk = 0', 'at least 1')),
   ]:
