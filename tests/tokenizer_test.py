@@ -113,3 +113,58 @@ def test_megabytes_take_no_python_loop():
   assert built.decode(built.encode(text)) == text
   assert Bytes().decode(Bytes().encode(text)) == text
   assert time.perf_counter() - start < 5
+
+
+# Documents
+
+
+class _Ending(Bytes):
+  """Bytes, and 256 after each document."""
+
+  vocab_size = 257
+  end = 256
+
+
+def _encoded(built, *args, **kwargs):
+  ids, mask = tokenizer.encode_document(built, Document('a.bin:3', *args, **kwargs))
+  assert ids.dtype == np.int32
+  assert mask is None or mask.dtype == bool
+  return ids.tolist(), None if mask is None else mask.tolist()
+
+
+PARTS = (('да '.encode(), False), (b'', True), ('нет'.encode(), True), (b'!', False))
+
+
+@pytest.mark.parametrize('last', [True, False])
+def test_the_mask_of_parts_is_that_of_their_characters(last):
+  parts = PARTS[: 3 if last else 4]
+  text = b''.join(part for part, _ in parts)
+  built = _characters(text.decode())
+  flags = [flag for part, flag in parts for _ in part.decode()]
+  assert _encoded(built, text, parts) == (built.encode(text).tolist(), flags)
+  flags = [flag for part, flag in parts for _ in part]
+  assert _encoded(_Ending(), text, parts) == ([*text, 256], [*flags, last])
+
+
+def test_an_end_follows_each_document_once():
+  for text in (b'', b'ab'):
+    assert _encoded(_Ending(), text) == ([*text, 256], None)
+    assert _encoded(Bytes(), text) == ([*text], None)
+  for stored, flags in (([1, 2], [0, 1]), ([1, 2, 256], [0, 1, 0])):
+    found = _encoded(_Ending(), tokens=np.array(stored, 'u2'), mask=np.array(flags))
+    assert found == ([1, 2, 256], [False, True, len(stored) == 2])
+  assert _encoded(_Ending(), b'', ()) == ([256], [False])
+  none = np.zeros(0, np.int32)
+  assert _encoded(_Ending(), tokens=none, mask=none) == ([256], [False])
+
+
+def test_stored_ids_are_checked():
+  for tokens, mask, match in (
+    ([0, 256], None, 'a.bin:3: id 256 is outside the vocabulary of 256'),
+    ([-1], None, 'a.bin:3: id -1'),
+    ([0.5], None, 'a.bin:3: ids have dtype float64'),
+    ([1, 2], [True], 'a.bin:3: a mask of 1 for 2 ids'),
+  ):
+    flags = None if mask is None else np.array(mask)
+    with pytest.raises(DataError, match=match):
+      _encoded(Bytes(), tokens=np.array(tokens), mask=flags)

@@ -18,7 +18,7 @@ from jaxtyping import Shaped
 
 from mtpjax.data import pack
 from mtpjax.data.sources import Counts, DataError, Document, Source, Split, Stdlib
-from mtpjax.data.tokenizer import Bytes, Tokenizer, TokenizerConfig
+from mtpjax.data.tokenizer import Bytes, Tokenizer, TokenizerConfig, encode_document
 
 Batch = dict[str, Shaped[np.ndarray, 'B T']]
 
@@ -252,7 +252,7 @@ def _packed(
   counts: Counts,
 ) -> pack.Plan:
   corpus = pack.concatenate(
-    (tokenizer.encode(d.text, where=d.name) for d in documents), tokenizer.vocab_size
+    (encode_document(tokenizer, d)[0] for d in documents), tokenizer.vocab_size
   )
   counts.long += int((np.diff(corpus.offsets) > length).sum())
   return pack.pack(corpus, length, seed)

@@ -16,6 +16,8 @@ import sysconfig
 from collections.abc import Iterator
 from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
+
 Split = Literal['train', 'heldout']
 
 
@@ -25,10 +27,22 @@ class DataError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Document:
-  """One document: a name that is the same on every machine, and its UTF-8 text."""
+  """One document: its UTF-8 text, or its token ids where these are what is stored.
+
+  Attributes:
+    name: the same on every machine.
+    text: empty beside `tokens`.
+    parts: consecutive pieces that make up `text`, each with whether its tokens may be
+      targets; a token never spans two. None: all may be.
+    tokens: ids of the text.
+    mask: which of `tokens` may be targets; None: all.
+  """
 
   name: str
-  text: bytes
+  text: bytes = b''
+  parts: tuple[tuple[bytes, bool], ...] | None = None
+  tokens: np.ndarray | None = None
+  mask: np.ndarray | None = None
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 from numpy.typing import ArrayLike
 
 from mtpjax.data.sources import DataError, Document
@@ -34,6 +34,16 @@ class Tokenizer(Protocol):
   @property
   def bytes_per_token(self) -> Int32[np.ndarray, 'V']:
     """UTF-8 bytes of each token, for bits per byte."""
+    ...
+
+  @property
+  def special(self) -> dict[str, int]:
+    """Ids of the tokens that stand for no text, by role: 'begin', 'end', 'pad', …"""
+    ...
+
+  @property
+  def end(self) -> int | None:
+    """Id of the token that ends a document; None: documents just end."""
     ...
 
   def encode(
@@ -64,6 +74,11 @@ class Bytes:
       return Bytes()
 
   vocab_size = 256
+  end = None
+
+  @property
+  def special(self) -> dict[str, int]:
+    return {}
 
   @property
   def fingerprint(self) -> str:
@@ -105,6 +120,8 @@ class Characters:
 
   characters: str
 
+  end = None
+
   @dataclasses.dataclass
   class Config:
     def build(self, documents: Iterable[Document]) -> 'Characters':
@@ -121,6 +138,10 @@ class Characters:
         f'characters={self.characters[:20]!r}: a vocabulary is non-empty, ascending '
         'and distinct; build it from documents that hold text'
       )
+
+  @property
+  def special(self) -> dict[str, int]:
+    return {}
 
   @property
   def vocab_size(self) -> int:
@@ -193,6 +214,44 @@ def from_json(text: str) -> Bytes | Characters:
     raise DataError(
       f'tokenizer={text[:80]!r}: not what to_json of Bytes or Characters writes'
     ) from error
+
+
+def encode_document(
+  tokenizer: Tokenizer, document: Document
+) -> tuple[Int32[np.ndarray, 'N'], Bool[np.ndarray, 'N'] | None]:
+  """Ids of a document, and which of them may be targets (None: all).
+
+  Its parts are encoded one by one, so that none of the ids spans two. The tokenizer's
+  `end` follows, a target if the id before it is one, unless the ids end with it.
+
+  Raises:
+    DataError: what the tokenizer refuses; stored ids outside its vocabulary, or a mask
+      of another length.
+  """
+  name, mask = document.name, None
+  if document.tokens is not None:
+    try:
+      ids = _checked(document.tokens, tokenizer.vocab_size).astype(np.int32)
+    except DataError as error:
+      raise DataError(f'{name}: {error}') from None
+    if document.mask is not None:
+      mask = np.asarray(document.mask, bool)
+      if mask.shape != ids.shape:
+        raise DataError(
+          f'{name}: a mask of {mask.size} for {ids.size} ids; give one for each'
+        )
+  elif document.parts is not None:
+    parts = [tokenizer.encode(part, where=name) for part, _ in document.parts]
+    flags = [flag for _, flag in document.parts]
+    ids = np.concatenate([np.zeros(0, np.int32), *parts])
+    mask = np.repeat(np.array(flags, bool), [len(part) for part in parts])
+  else:
+    ids = tokenizer.encode(document.text, where=name)
+  if tokenizer.end is not None and not (ids.size and ids[-1] == tokenizer.end):
+    ids = np.append(ids, np.int32(tokenizer.end))
+    if mask is not None:
+      mask = np.append(mask, bool(mask.size and mask[-1]))
+  return ids, mask
 
 
 def num_bytes(tokenizer: Tokenizer, ids: ArrayLike) -> Int32[np.ndarray, '...']:
