@@ -1,5 +1,6 @@
 """Held-out figures against float64 sums over the rows themselves; no model runs."""
 
+import collections
 import dataclasses
 import math
 import types
@@ -10,6 +11,7 @@ import pytest
 
 from mtpjax import heldout, losses, mesh
 from mtpjax.data import pack
+from mtpjax.drafters import base
 
 V = 11
 BYTES = np.random.default_rng(0).integers(1, 5, V)
@@ -27,7 +29,8 @@ class Data:
 
 
 def settings(batch):
-  return types.SimpleNamespace(data=Data(batch))
+  parts = collections.defaultdict(base.Config)
+  return types.SimpleNamespace(data=Data(batch), parts=lambda: parts)
 
 
 def plan(lengths, length=8, seed=0):
