@@ -191,10 +191,12 @@ def test_the_bag_of_a_window_by_hand():
     first = jax.device_get(run(place(logits[None]), place(np.array([[0, 3, 3]]))))
     again = jax.device_get(run(place(logits[None]), place(np.array([[3, -1, 0]]))))
     wrong = jax.device_get(run(place(logits[None]), place(np.array([[0, 2, -1]]))))
+    level = jax.device_get(run(place(0 * logits[None]), place(np.array([[0, 1, 2]]))))
   p = 1 / (1 + np.exp(-(logits.astype(np.float64) - 0.5)))
   want = -math.log(p[0] * (1 - p[1]) * (1 - p[2]) * p[3])
   assert first[0][0] == pytest.approx(want, rel=1e-6)
   assert again[0][0] == first[0][0] and first[2][0] and not wrong[2][0]
+  assert not level[2][0]  # scores that are all alike know nothing
 
 
 def arrays(seed, vocab, table_rows):
