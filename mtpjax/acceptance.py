@@ -48,7 +48,7 @@ class Config:
 
 
 def measure(
-  graphdef: Any, params: Any, config: Config, rows: pack.Plan, tokenizer: Tokenizer
+  graphdef: Any, params: Any, config: Config, rows: pack.Rows, tokenizer: Tokenizer
 ) -> dict[str, Any] | None:
   """Decodes the prompts plainly and with 1 … K drafts; None where nothing drafts, there
   is no prompt, or the mesh splits time.
@@ -115,7 +115,7 @@ _BY_LENGTH = ('acceptance_rate', 'tau', 'tokens_per_pass')
 
 
 def prompts(
-  config: Config, rows: pack.Plan, tokenizer: Tokenizer
+  config: Config, rows: pack.Rows, tokenizer: Tokenizer
 ) -> tuple[Int[np.ndarray, 'B P'], Int[np.ndarray, ' B']] | None:
   """Tokens and lengths: the given text, then the starts of held-out rows, spread evenly
   over them. None if there are none."""

@@ -83,6 +83,7 @@ def main(config: configs.Config) -> int:
     batch=config.data.batch,
     shards=config.data.shards,
     seed=config.seed,
+    weights=data.weights,
     process_index=jax.process_index(),
     process_count=jax.process_count(),
   )

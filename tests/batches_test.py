@@ -1,7 +1,9 @@
 """Batches: each row once an epoch, exact resumption, one order for any processes."""
 
 import collections
+import dataclasses
 import json
+import time
 
 import grain
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from mtpjax.data import batches, pack
 from mtpjax.data.batches import Config, TrainBatches, heldout_batches
-from mtpjax.data.sources import DataError, Text
+from mtpjax.data.sources import DataError, Document, Text
 from mtpjax.data.tokenizer import Bytes, Characters
 
 FIELDS = ('tokens', 'segments', 'positions', 'mask')
@@ -186,6 +188,53 @@ def test_fields_that_do_not_fit(fields, match):
     _train(_plan(0))
 
 
+class Numbers:
+  """As many rows as there may be, made up from their index."""
+
+  length = 4
+
+  def __init__(self, count):
+    self.domains = {'': (0, count)}
+
+  def __len__(self):
+    return self.domains[''][1]
+
+  def fingerprint(self):
+    return len(self)
+
+  def row(self, index):
+    return {name: array[0] for name, array in self.rows(np.array([index])).items()}
+
+  def rows(self, indices, size=None) -> dict[str, np.ndarray]:
+    tokens = np.zeros((len(indices) if size is None else size, self.length), np.int32)
+    tokens[: len(indices)] = indices[:, None]
+    real = np.zeros(tokens.shape, bool)
+    real[: len(indices)] = True
+    positions = np.arange(self.length, dtype=np.int32) * real
+    arrays = tokens, real.astype(np.int32), positions.astype(np.int32), real
+    return dict(zip(FIELDS, arrays, strict=True))
+
+
+def test_rows_made_up_from_their_index():
+  rows = Numbers(2**31 - 1)
+  assert isinstance(rows, pack.Rows)
+  before = time.perf_counter()
+  # The rest are far apart: a shuffle, not a walk.
+  iterator = _train(rows)
+  seen = np.array(_ids(_take(iterator, 20))).reshape(-1)
+  assert len(set(seen.tolist())) == len(seen)
+  assert 0.3 < seen.mean() / 2**31 < 0.7
+  state = iterator.get_state()
+  straight = _take(iterator, 3)
+  again = _train(rows)
+  again.set_state(state)
+  _same(_take(again, 3), straight)
+  assert time.perf_counter() - before < 2
+  # Few rows give what a plan of the same rows gives, epoch after epoch.
+  _same(_take(_train(Numbers(21)), 9), _take(_train(_plan(21)), 9))
+  _same(list(heldout_batches(Numbers(21), 8)), list(heldout_batches(_plan(21), 8)))
+
+
 @pytest.mark.parametrize(
   ('rows', 'batch', 'count', 'expected'),
   [
@@ -265,6 +314,8 @@ def test_open_data_reads_both_splits(tmp_path):
   counts = data.counts
   assert counts['train'].documents + counts['heldout'].documents == 19
   assert counts['train'].long + counts['heldout'].long == 1
+  assert isinstance(data.train, pack.Plan)
+  assert isinstance(data.heldout, pack.Plan)
   sizes = data.train.tokens.size + data.heldout.tokens.size
   assert sizes == len(LINES) - 18 + 70
   assert isinstance(data.tokenizer, Characters)
@@ -273,6 +324,59 @@ def test_open_data_reads_both_splits(tmp_path):
   other = batches.open_data(config, seed=1)
   assert other.heldout.fingerprint() == data.heldout.fingerprint()
   assert other.train.fingerprint() != data.train.fingerprint()
+
+
+def test_rows_of_one_document(tmp_path):
+  config = _tiny(tmp_path, LINES + b'x' * 70 + b'\n', length=32, pack=False)
+  rows = batches.open_data(config, seed=0).train
+  batch = rows.rows(np.arange(len(rows)))
+  assert batch['segments'].max() == 1
+  texts = [
+    bytes(t[s > 0])
+    for t, s in zip(batch['tokens'].astype('u1'), batch['segments'], strict=True)
+  ]
+  pieces = [b'x' * 32, b'x' * 32, b'x' * 6]
+  assert sorted(texts) == sorted([*LINES.split(b'\n')[:-1], *pieces])
+
+
+def test_masks_of_documents_reach_the_batches():
+  """As a loop over documents in the rows, told apart by their first byte."""
+  spoken = {
+    bytes([65 + i]): [(bytes([65 + i]) * (i + 1), i % 2 == 0), (b'.' * i, i % 3 == 0)]
+    for i in range(12)
+  }
+
+  @dataclasses.dataclass
+  class Chats:
+    def documents(self, split, counts=None):
+      for name, parts in spoken.items() if split == 'train' else ():
+        text = b''.join(part for part, _ in parts)
+        yield Document(name.decode(), text, parts=tuple(parts))
+
+  rows = batches.open_data(Config(Chats(), length=40), seed=0).train
+  seen = 0
+  for row in map(rows.row, range(len(rows))):
+    for segment in range(1, row['segments'].max() + 1):
+      own = row['segments'] == segment
+      parts = spoken[bytes([row['tokens'][own][0]])]
+      expected = [flag for part, flag in parts for _ in part]
+      assert row['mask'][own].tolist() == expected
+      seen += 1
+    assert not row['mask'][row['segments'] == 0].any()
+  assert seen == len(spoken)
+  # Without a target there is nothing to learn.
+  spoken = {b'a': [(b'abc', False)], b'd': [(b'd', True), (b'e', False)]}
+  with pytest.raises(DataError, match='no training document has two tokens'):
+    batches.open_data(Config(Chats(), length=40), seed=0)
+
+
+def test_the_default_tokenizer_is_bytes(tmp_path):
+  default, given = (
+    batches.open_data(_tiny(tmp_path, LINES, tokenizer=tokens), seed=0)
+    for tokens in (None, Bytes.Config())
+  )
+  assert default.tokenizer == given.tokenizer == Bytes()
+  assert default.train.fingerprint() == given.train.fingerprint()
 
 
 def test_open_data_refuses_what_cannot_be_learnt(tmp_path):

@@ -71,6 +71,98 @@ def test_equals_the_loop(sizes, length):
     assert all(v.shape == (length,) for v in actual.values())
 
 
+@pytest.mark.parametrize('length', [1, 8, 13])
+def test_masks_follow_their_tokens(length):
+  sizes = CASES['mixed']
+  rng = np.random.default_rng(3)
+  documents = [np.full(n, i, np.int32) for i, n in enumerate(sizes)]
+  masks = [rng.random(n) < 0.5 if i % 3 else None for i, n in enumerate(sizes)]
+  plan = pack.pack(pack.concatenate(documents, 256, masks), length, seed=5)
+  # The loop again, with the mask for the tokens.
+  flags = [
+    np.ones(n, int) if m is None else m for n, m in zip(sizes, masks, strict=True)
+  ]
+  for i, row in enumerate(_loop(flags, length, seed=5)):
+    expected = [bool(flag) for piece in row for flag in piece]
+    actual = plan.row(i)
+    assert actual['mask'].tolist() == expected + [False] * (length - len(expected))
+    assert actual['mask'].dtype == bool
+  plain = pack.pack(pack.concatenate(documents, 256, [None] * len(sizes)), length, 5)
+  assert plain.mask is None
+  assert plain.fingerprint() != plan.fingerprint()
+  for name in ('tokens', 'segments', 'positions'):
+    whole = np.arange(len(plan))
+    np.testing.assert_array_equal(plain.rows(whole)[name], plan.rows(whole)[name])
+
+
+@pytest.mark.parametrize('length', [1, 8, 13])
+def test_one_piece_a_row(length):
+  documents = _corpus(CASES['mixed'])
+  plan = pack.pack(pack.concatenate(documents, 256), length, seed=5, together=False)
+  pieces = [
+    d[i : i + length].tolist() for d in documents for i in range(0, len(d), length)
+  ]
+  rows = [plan.row(i) for i in range(len(plan))]
+  assert all(row['segments'].max() == 1 for row in rows)
+  actual = [row['tokens'][row['segments'] == 1].tolist() for row in rows]
+  assert sorted(actual) == sorted(pieces)
+
+
+def _three(length=8):
+  return {
+    'a': pack.pack(pack.concatenate(_corpus([20, 3, 5], 1), 256), length, 0),
+    'none': pack.pack(pack.concatenate([], 256), length, 0),
+    'b': pack.pack(pack.concatenate(_corpus([9, 9, 30], 2), 256), length, 0),
+  }
+
+
+def test_joined_domains_are_their_rows_in_turn():
+  parts = _three()
+  join = pack.Join(parts)
+  rows = [(part, i) for part in parts.values() for i in range(len(part))]
+  assert len(join) == len(rows)
+  a = len(parts['a'])
+  assert join.domains == {'a': (0, a), 'none': (a, a), 'b': (a, len(rows))}
+  indices = np.array([3, len(rows) - 1, 0, a, 3, a - 1])
+  batch = join.rows(indices, size=8)
+  for k, index in enumerate(indices.tolist()):
+    part, own = rows[index]
+    for name, array in part.row(own).items():
+      np.testing.assert_array_equal(batch[name][k], array)
+      np.testing.assert_array_equal(join.row(index)[name], array)
+      assert batch[name].dtype == array.dtype
+      assert not batch[name][6:].any()
+  for index in (-1, len(rows)):
+    with pytest.raises(IndexError):
+      join.row(index)
+  other = pack.Join({**parts, 'b': parts['a']})
+  renamed = pack.Join({'c' if k == 'b' else k: v for k, v in parts.items()})
+  assert len({x.fingerprint() for x in (join, other, renamed)}) == 3
+  assert pack.Join(_three()).fingerprint() == join.fingerprint()
+  with pytest.raises(DataError, match='parts of one length'):
+    pack.Join({**parts, 'b': _three(9)['b']})
+
+
+def test_a_domain_is_seen_by_itself():
+  parts = _three()
+  join = pack.Join(parts)
+  for name, part in parts.items():
+    own = pack.domain(join, name)
+    assert len(own) == len(part)
+    assert own.length == 8
+    assert own.domains == {'': (0, len(part))}
+    expected = part.rows(np.arange(len(part)), size=30)
+    actual = own.rows(np.arange(len(part)), size=30)
+    for field, array in expected.items():
+      np.testing.assert_array_equal(actual[field], array)
+    for index in (-1, len(part)):
+      with pytest.raises(IndexError):
+        own.row(index)
+  whole = pack.domain(parts['a'], '')
+  np.testing.assert_array_equal(whole.row(1)['tokens'], parts['a'].row(1)['tokens'])
+  assert all(isinstance(x, pack.Rows) for x in (join, own, whole, parts['a']))
+
+
 def test_every_token_is_in_one_slot():
   documents = [np.arange(100, 131), np.arange(0), np.arange(7), np.arange(50, 52)]
   plan = pack.pack(pack.concatenate(documents, 200), 10, seed=0)
@@ -121,6 +213,7 @@ def test_the_corpus_is_small(vocab_size, dtype):
   ids = np.array([0, vocab_size - 1], np.int32)
   corpus = pack.concatenate([ids, ids[:1]], vocab_size)
   assert corpus.tokens.dtype == dtype
+  assert isinstance(corpus.tokens, np.ndarray)
   assert corpus.tokens.tolist() == [0, vocab_size - 1, 0]
   assert corpus.offsets.tolist() == [0, 2, 3]
   assert pack.concatenate([], vocab_size).tokens.size == 0

@@ -16,9 +16,10 @@ import grain
 import numpy as np
 from jaxtyping import Shaped
 
-from mtpjax.data import pack
-from mtpjax.data.sources import Counts, DataError, Document, Source, Split, Stdlib
-from mtpjax.data.tokenizer import Bytes, Tokenizer, TokenizerConfig, encode_document
+from mtpjax.data import mixture, pack, plans
+from mtpjax.data.mixture import Mixture
+from mtpjax.data.sources import Counts, DataError, Document, Split, Stdlib
+from mtpjax.data.tokenizer import Tokenizer, TokenizerConfig
 
 Batch = dict[str, Shaped[np.ndarray, 'B T']]
 
@@ -28,16 +29,19 @@ class Config:
   """Where batches come from and their shape.
 
   Attributes:
-    source: Stdlib(...) or Text(...).
-    tokenizer: Bytes.Config() or Characters.Config().
+    source: Stdlib(...), Text(...) or another, or a Mixture(...) of them.
+    tokenizer: Bytes.Config() or another; None is the source's own, if it brings one,
+      else Bytes.
     length: slots of a row, T.
+    pack: whether a row holds several documents; False is one, or a piece of one.
     batch: rows of a global batch, over all processes.
     shards: virtual data shards: as many processes as divide it can read the data.
   """
 
-  source: Source = dataclasses.field(default_factory=Stdlib)
-  tokenizer: TokenizerConfig = dataclasses.field(default_factory=Bytes.Config)
+  source: plans.AnySource = dataclasses.field(default_factory=Stdlib)
+  tokenizer: TokenizerConfig | None = None
   length: int = 256
+  pack: bool = True
   batch: int = 16
   shards: int = 8
 
@@ -48,37 +52,46 @@ class Config:
         f'data.length={self.length}: a target needs a row of at least 2 slots'
       )
     _check_shares(self.batch, self.shards, process_count)
+    if isinstance(self.source, Mixture):
+      self.source.validate()
 
 
 @dataclasses.dataclass
 class Data:
-  """Everything read once, its tokens in memory.
+  """Everything opened once.
 
   Attributes:
-    tokenizer: built from both splits' documents.
+    tokenizer: the source's own, or built from both splits' documents.
     train: training rows, in packing order; `TrainBatches` shuffles them.
     heldout: held-out rows, none if nothing is held out.
     counts: what became of the documents, by split.
+    weights: of the domains in the training batches; None without a mixture.
   """
 
   tokenizer: Tokenizer
-  train: pack.Plan
-  heldout: pack.Plan
+  train: pack.Rows
+  heldout: pack.Rows
   counts: dict[str, Counts]
+  weights: dict[str, float] | None = None
 
   def __str__(self) -> str:
     said = []
-    for split, plan in (('train', self.train), ('held out', self.heldout)):
+    for split, rows in (('train', self.train), ('held out', self.heldout)):
       counts = self.counts[split.replace(' ', '')]
       left_out = [
         f'{number} {name}'
-        for name, number in (('empty', counts.empty), ('bad', counts.bad))
+        for name, number in (('empty', counts.empty), ('not UTF-8', counts.bad))
         if number
       ]
       more = f' ({", ".join(left_out)} left out)' if left_out else ''
-      said.append(
-        f'{split} {plan.tokens.size:,} tokens of {counts.documents:,} documents{more}'
-      )
+      tokens = plans.num_tokens(rows)
+      amount = f'{len(rows):,} rows'
+      if tokens is not None:
+        amount = f'{tokens:,} tokens of {counts.documents:,} documents'
+      said.append(f'{split} {amount}{more}')
+    if self.weights is not None:
+      shares = mixture.whole_shares(self.weights).items()
+      said.append(f'mixed {" : ".join(f"{share} {name}" for name, share in shares)}')
     return ', '.join(said)
 
 
@@ -94,33 +107,42 @@ def open_data(config: Config, seed: int) -> Data:
   config.validate()
   _check_seed(seed)
   counts = {'train': Counts(), 'heldout': Counts()}
-  train = list(config.source.documents('train', counts['train']))
-  heldout = list(config.source.documents('heldout', counts['heldout']))
-  tokenizer = config.tokenizer.build([*train, *heldout])
-  # Held-out rows are the same for every seed, so that runs compare.
+  # A tokenizer may need all documents before the first of them is packed.
+  train = _texts(config, 'train', counts['train'])
+  heldout = _texts(config, 'heldout', counts['heldout'])
+  documents = [d for own in [*train.values(), *heldout.values()] for d in own]
+  tokenizer = plans.tokenizer(config.source, config.tokenizer, documents)
+  layout = config.length, config.pack
   data = Data(
     tokenizer=tokenizer,
-    train=_packed(train, tokenizer, config.length, seed, counts['train']),
-    heldout=_packed(heldout, tokenizer, config.length, 0, counts['heldout']),
+    train=plans.plan(
+      config.source, 'train', train, tokenizer, *layout, seed, counts['train']
+    ),
+    # Held-out rows are the same for every seed, so that runs compare.
+    heldout=plans.plan(
+      config.source, 'heldout', heldout, tokenizer, *layout, 0, counts['heldout']
+    ),
     counts=counts,
+    weights=config.source.weights if isinstance(config.source, Mixture) else None,
   )
-  if not len(data.train) or data.train.piece_lengths.max() < 2:
-    raise DataError(
-      f'source={config.source}: no training document has two tokens, so there is '
-      'nothing to predict; give longer documents'
-    )
+  plans.check_targets(config.source, data.train)
   return data
 
 
-def open_rows(config: Config, tokenizer: Tokenizer, split: Split) -> pack.Plan:
+def open_rows(config: Config, tokenizer: Tokenizer, split: Split) -> pack.Rows:
   """One split, packed as `open_data` packs held-out rows, by a given tokenizer.
 
   Raises:
-    DataError: bad fields or data, or a character that the tokenizer does not know.
+    DataError: bad fields or data, a character that the tokenizer does not know, or ids
+      of another tokenizer.
   """
   config.validate()
-  documents = list(config.source.documents(split))
-  return _packed(documents, tokenizer, config.length, 0, Counts())
+  plans.check_tokenizer(config.source, tokenizer)
+  counts = Counts()
+  texts = plans.texts(config.source, split, counts)
+  return plans.plan(
+    config.source, split, texts, tokenizer, config.length, config.pack, 0, counts
+  )
 
 
 class TrainBatches(Iterator[Batch]):
@@ -133,8 +155,12 @@ class TrainBatches(Iterator[Batch]):
   shard by shard, shard s having every shards-th element from the s-th; a process reads
   consecutive shards, so its rows are consecutive in the global batch.
 
+  With weights the endless sequence is drawn from those of the domains, each shuffled
+  anew in every epoch of its own (`mixture.endless`).
+
   Args:
     plan: the training rows.
+    weights: of each of its domains; None makes no difference between them.
     batch: rows of the global batch; a multiple of shards.
     shards: virtual shards; a multiple of process_count.
     seed: of the shuffle, in [0, 2**32).
@@ -145,11 +171,12 @@ class TrainBatches(Iterator[Batch]):
 
   def __init__(
     self,
-    plan: pack.Plan,
+    plan: pack.Rows,
     *,
     batch: int,
     shards: int,
     seed: int,
+    weights: dict[str, float] | None = None,
     process_index: int = 0,
     process_count: int = 1,
   ):
@@ -160,10 +187,10 @@ class TrainBatches(Iterator[Batch]):
       raise DataError('plan: no rows to train on; give a source with documents')
     self._plan = plan
     self._rows_per_shard = batch // shards
-    self._fingerprint = (
-      zlib.crc32(f'{plan.fingerprint()} {seed} {shards}'.encode()) >> 1
-    )
-    rows = grain.MapDataset.range(len(plan)).seed(seed).shuffle().repeat()
+    shares = None if weights is None else mixture.whole_shares(weights)
+    checks = plan.fingerprint(), seed, shards, shares
+    self._fingerprint = zlib.crc32(str(checks).encode()) >> 1
+    rows = mixture.endless(plan, weights, seed)
     # A row is a gather from memory: threads would cost more than they hide.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     own = shards // process_count
@@ -206,8 +233,9 @@ class TrainBatches(Iterator[Batch]):
     own = {shard: state[shard] for shard in self._shards}
     if any(part['data'] != self._fingerprint for part in own.values()):
       raise DataError(
-        'state: it was saved with other documents, tokenizer, length, shards or seed, '
-        'so its rows are not these; restore them, or start without the data state'
+        'state: it was saved with other documents, tokenizer, length, weights, shards '
+        'or seed, so its rows are not these; restore them, or start without the data '
+        'state'
       )
     if len({str(part['iterator']) for part in own.values()}) > 1:
       raise DataError(
@@ -219,7 +247,7 @@ class TrainBatches(Iterator[Batch]):
 
 
 def heldout_batches(
-  plan: pack.Plan, batch: int, process_index: int = 0, process_count: int = 1
+  plan: pack.Rows, batch: int, process_index: int = 0, process_count: int = 1
 ) -> Iterator[Batch]:
   """Every row once, in order: this process's part of each global batch.
 
@@ -244,18 +272,9 @@ def heldout_batches(
   )
 
 
-def _packed(
-  documents: list[Document],
-  tokenizer: Tokenizer,
-  length: int,
-  seed: int,
-  counts: Counts,
-) -> pack.Plan:
-  corpus = pack.concatenate(
-    (encode_document(tokenizer, d)[0] for d in documents), tokenizer.vocab_size
-  )
-  counts.long += int((np.diff(corpus.offsets) > length).sum())
-  return pack.pack(corpus, length, seed)
+def _texts(config: Config, split: Split, counts: Counts) -> dict[str, list[Document]]:
+  texts = plans.texts(config.source, split, counts)
+  return {name: list(documents) for name, documents in texts.items()}
 
 
 def _check_shares(batch: int, shards: int, process_count: int) -> None:
