@@ -12,6 +12,7 @@ import numpy as np
 
 from mtpjax import step
 from mtpjax.data import batches, pack
+from mtpjax.drafters import base
 from mtpjax.model import NEXT
 
 
@@ -28,7 +29,8 @@ def evaluate(
     loss: nats a token, of the next token.
     loss_by_depth, bits_per_byte_by_depth, agreement_by_depth, counts_by_depth: of the
       next token and then each depth of the drafter; None where nothing was counted.
-    objectives: the same of every other objective, by name.
+    objectives: the same of every other objective, by name, with the `unit` of its loss
+      and what its `agreement` is.
   """
   total: Any = None
   for arrays in watch(_batches(config, rows)):
@@ -43,16 +45,24 @@ def evaluate(
   tables = {name: _means(sums[name], lengths.get(name)) for name in sums}
   first, drafter = tables.pop(NEXT), tables.pop('drafter', {})
   figures = {name: first[name] + drafter.get(name, []) for name in first}
+  parts = config.parts()
+  for name, table in tables.items():
+    table |= {'unit': parts[name].unit, 'agreement': parts[name].agreement}
   return {'loss': figures['loss_by_depth'][0], **figures, 'objectives': tables}
 
 
 def table(figures: dict[str, Any], title: str = 'held out') -> str:
-  """The same for people: a row a depth."""
+  """The same for people: a row a depth, and a heading wherever the units change."""
   if figures['loss'] is None:
     return f'{title}: nothing'
-  rows = [('depth', 'nats/token', 'bits/byte', 'top-1', 'targets')]
-  parts = {'': figures, **figures['objectives']}
-  for name, part in parts.items():
+  usual = base.Config
+  rows, said = [], None
+  for name, part in {'': figures, **figures['objectives']}.items():
+    unit = part.get('unit', usual.unit)
+    heading = ('depth', unit, 'bits/byte', part.get('agreement', usual.agreement))
+    if heading != said:
+      rows.append((*heading, 'targets'))
+      said = heading
     bits = part.get('bits_per_byte_by_depth') or [None] * len(part['loss_by_depth'])
     columns = (
       part['loss_by_depth'],
@@ -87,9 +97,9 @@ def _batches(config: Any, rows: pack.Rows) -> Iterator[dict]:
   )
 
 
-def _means(sums: Any, lengths: np.ndarray | None) -> dict[str, list]:
+def _means(sums: Any, lengths: np.ndarray | None) -> dict[str, Any]:
   counts = [int(n) for n in sums.count]
-  figures = {
+  figures: dict[str, Any] = {
     'loss_by_depth': _divide(sums.nll, counts),
     'agreement_by_depth': _divide(sums.correct, counts),
     'counts_by_depth': counts,

@@ -1,4 +1,4 @@
-"""Five objectives as unlike as can be, written against the contract alone.
+"""Six objectives as unlike as can be, written against the contract alone.
 
 They train side by side in one model, compiled once on one device and once on eight, and
 each is checked there; alone, too, where time allows.
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from probes import block_diffusion, kv_sharing, oracle, registers, token_order
+from probes import block_diffusion, kv_sharing, oracle, registers
 
 from mtpjax import config as configs
 from mtpjax import losses, mesh, model, schedules, step
@@ -24,6 +24,7 @@ from mtpjax.drafters import sequential
 from mtpjax.fields import ConfigError
 from mtpjax.models import attention
 from mtpjax.models import trunk as trunks
+from mtpjax.objectives import bag, token_order
 
 V, B, T = 29, 4, 12
 LENGTHS = ((7, 5), (12,), (3, 1, 6), (4, 7))
@@ -32,7 +33,8 @@ PROBES = {
   'sequential': sequential.Config(depth=2, attend='rows', weight=WEIGHT),
   'block_diffusion': block_diffusion.Config(depth=3, rho=0.7, weight=WEIGHT),
   'kv_sharing': kv_sharing.Config(depth=2, rho=0.5, weight=WEIGHT),
-  'token_order': token_order.Config(weight=WEIGHT),
+  'token_order': token_order.Config(window=4, weight=WEIGHT),
+  'bag': bag.Config(window=4, weight=WEIGHT),
   'registers': registers.Config(weight=WEIGHT),
 }
 OWN = [name for name in PROBES if name != 'registers']  # with parameters of their own
@@ -223,6 +225,21 @@ def values_token_order(seen, log_p):
       yield 0, -sum(p / total * log_p[0, b, i, t] for t, p in raw.items())
 
 
+def values_bag(seen, log_p):
+  """Each vocabulary entry on its own, from scores instead of log-probabilities."""
+  window = PROBES['bag'].window
+  rate = (window - 1) / V
+  for b, i in np.ndindex(B, T):
+    tokens = {int(token) for _, token in next_tokens(b, i, 2, window)}
+    if tokens:
+      total = 0.0
+      for v in range(V):
+        score = seen['w_VD'][v] @ seen['hidden'][0, b, i] + np.log(rate / (1 - rate))
+        p = 1 / (1 + np.exp(-score))
+        total -= np.log(p if v in tokens else 1 - p)
+      yield 0, total
+
+
 def values_registers(seen, log_p):
   """The register of i stands T further on, at the position before its target's."""
   for b, i in np.ndindex(B, T):
@@ -237,6 +254,7 @@ VALUES = {
   'kv_sharing': values_depths,
   'block_diffusion': values_block_diffusion,
   'token_order': values_token_order,
+  'bag': values_bag,
   'registers': values_registers,
 }
 
@@ -405,7 +423,7 @@ def test_evaluation_traces_without_a_key_and_trusts_ids_only_where_they_are_toke
     run = functools.partial(step.eval_step, graphdef, config, lengths)
     sums, sizes = jax.eval_shape(run, abstract, step.abstract_arrays(config))
   assert sums[name].nll.shape == (PROBES[name].depth,)
-  assert set(sizes) == {'next', name} - {'token_order'}
+  assert set(sizes) == {'next', name} - {'token_order', 'bag'}
 
 
 def test_random_choices_are_split_into_microbatches_with_their_rows():

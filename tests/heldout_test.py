@@ -1,5 +1,6 @@
 """Held-out figures against float64 sums over the rows themselves; no model runs."""
 
+import collections
 import dataclasses
 import math
 import types
@@ -10,6 +11,8 @@ import pytest
 
 from mtpjax import heldout, losses, mesh
 from mtpjax.data import pack
+from mtpjax.drafters import base
+from mtpjax.objectives import bag
 
 V = 11
 BYTES = np.random.default_rng(0).integers(1, 5, V)
@@ -27,7 +30,8 @@ class Data:
 
 
 def settings(batch):
-  return types.SimpleNamespace(data=Data(batch))
+  parts = collections.defaultdict(base.Config)
+  return types.SimpleNamespace(data=Data(batch), parts=lambda: parts)
 
 
 def plan(lengths, length=8, seed=0):
@@ -172,3 +176,20 @@ def test_an_objective_that_predicts_no_tokens_has_no_bits_per_byte():
     ['no_tokens', '2'],
   ]
   assert len({len(line) for line in lines[1:]}) == 1  # columns are aligned
+
+
+def test_other_units_are_recorded_and_have_a_heading_of_their_own():
+  parts = {'next': (0, 1), 'drafter': (1, 1), 'more': (2, 1), 'words': (1, 1)}
+  config = settings(2)
+  config.parts()['words'] = bag.Config()
+  figures = heldout.evaluate(Compiled(parts), {}, config, plan([8, 5]))
+  assert 'unit' not in figures
+  more, words = (figures['objectives'][name] for name in ('more', 'words'))
+  assert (more['unit'], more['agreement']) == ('nats/token', 'top-1')
+  assert (words['unit'], words['agreement']) == ('nats/bag', 'whole bag')
+  lines = [x.split('  ') for x in heldout.table(figures).splitlines()[1:]]
+  cells = [[word.strip() for word in line if word.strip()] for line in lines]
+  names = [line[0] for line in cells]
+  assert names == ['depth', 'next', '1', 'more 1', 'depth', 'words 1']
+  assert cells[0] == ['depth', 'nats/token', 'bits/byte', 'top-1', 'targets']
+  assert cells[4] == ['depth', 'nats/bag', 'bits/byte', 'whole bag', 'targets']

@@ -80,7 +80,7 @@ class Data:
       counts = self.counts[split.replace(' ', '')]
       left_out = [
         f'{number} {name}'
-        for name, number in (('empty', counts.empty), ('not UTF-8', counts.bad))
+        for name, number in (('empty', counts.empty), ('bad', counts.bad))
         if number
       ]
       more = f' ({", ".join(left_out)} left out)' if left_out else ''

@@ -8,21 +8,17 @@ document never moves because others came or went, and none is in both splits.
 
 import codecs
 import dataclasses
-import glob
-import hashlib
+import io
 import os
 import re
 import sysconfig
 from collections.abc import Iterator
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-Split = Literal['train', 'heldout']
-
-
-class DataError(ValueError):
-  """The data or its configuration is at fault; says which field and what to do."""
+from mtpjax.data import splits
+from mtpjax.data.splits import DataError, Split
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +47,7 @@ class Counts:
 
   documents: int = 0  # delivered
   empty: int = 0  # skipped: no bytes
-  bad: int = 0  # skipped: not UTF-8
+  bad: int = 0  # skipped: not UTF-8, or no record with the fields asked for
   duplicate: int = 0  # skipped: the same bytes as an earlier file
   long: int = 0  # delivered, and split because longer than a row
 
@@ -102,18 +98,18 @@ class Stdlib:
 
   def documents(self, split: Split, counts: Counts | None = None) -> Iterator[Document]:
     """The split's files by path. Raises DataError on bad fields or an empty split."""
-    _check_split(split, self.heldout)
+    splits.check_split(split, self.heldout)
     if self.files is not None and self.files < 1:
       raise DataError(f'files={self.files}: must be at least 1, or None for all')
     counts = Counts() if counts is None else counts
     chosen: dict[Split, list[Document]] = {'train': [], 'heldout': []}
     seen = set()
     for name, text in _stdlib_files():
-      own = _split_of(name, self.heldout)
+      own = splits.split_of(name, self.heldout)
       tally = counts if own == split else Counts()
       if not text:
         tally.empty += 1
-      elif not _is_utf8(text):
+      elif not splits.is_utf8(text):
         tally.bad += 1
       elif text in seen:
         tally.duplicate += 1
@@ -125,7 +121,7 @@ class Stdlib:
       share = round(len(chosen['heldout']) * self.files / len(chosen['train']))
       most = self.files if split == 'train' else max(4, share)  # one may be odd
       # By hash, for a sample of the whole library and not of its first letters.
-      sample = sorted(delivered, key=lambda document: _fraction(document.name))[:most]
+      sample = sorted(delivered, key=lambda one: splits.fraction(one.name))[:most]
       delivered = sorted(sample, key=lambda document: document.name)
     if not delivered and (split == 'train' or self.heldout > 0):
       raise DataError(
@@ -167,64 +163,38 @@ class Text:
       DataError: a bad field or no file matched, at once; a file that cannot be read,
         a bad byte, or a split without a document, while iterating.
     """
-    _check_split(split, self.heldout)
-    _check_choice('document', self.document, ('file', 'line'))
-    _check_choice('bad_bytes', self.bad_bytes, ('error', 'skip'))
-    train = _listing('files', self.files)
-    if not self.heldout_files:
-      if split == 'heldout' and self.heldout == 0:
-        return iter(())
-      listing = train
-    else:
-      if self.heldout:
-        raise DataError(
-          f'heldout={self.heldout} beside heldout_files={self.heldout_files!r}: '
-          'the held-out set is given twice; set heldout=0 or heldout_files=()'
-        )
-      held = _listing('heldout_files', self.heldout_files)
-      if both := set(train) & set(held):
-        raise DataError(
-          f'heldout_files={self.heldout_files!r} and files={self.files!r} both match '
-          f'{min(both)!r}: narrow one of the patterns'
-        )
-      listing = held if split == 'heldout' else train
-    field = 'files' if listing is train else 'heldout_files'
-    return self._read(split, field, listing, Counts() if counts is None else counts)
+    splits.check_choice('document', self.document, ('file', 'line'))
+    splits.check_choice('bad_bytes', self.bad_bytes, ('error', 'skip'))
+    chosen = splits.choose(split, self.files, self.heldout_files, self.heldout)
+    return self._read(chosen, Counts() if counts is None else counts)
 
-  def _read(
-    self, split: Split, field: str, listing: dict[str, str], counts: Counts
-  ) -> Iterator[Document]:
-    hashed = not self.heldout_files and self.heldout > 0
+  def _read(self, chosen: splits.Chosen, counts: Counts) -> Iterator[Document]:
     lines = self.document == 'line'
     before = counts.documents
-    for path, name in listing.items():
-      if hashed and not lines and _split_of(name, self.heldout) != split:
+    for path, name in chosen.names.items():
+      if not lines and not chosen.keeps(name):
         continue
-      text = _read_file(field, path).removeprefix(codecs.BOM_UTF8)
-      valid = _is_utf8(text)
+      text = splits.read(chosen.field, path).removeprefix(codecs.BOM_UTF8)
+      valid = splits.is_utf8(text)
       if not valid and self.bad_bytes == 'error':
-        raise _bad_byte(field, path, text)
-      for own, body in _lines(name, text) if lines else ((name, text),):
-        if hashed and lines and _split_of(own, self.heldout) != split:
+        raise _bad_byte(chosen.field, path, text)
+      for own, body in (
+        splits.lines(name, io.BytesIO(text)) if lines else ((name, text),)
+      ):
+        if lines and not chosen.keeps(own):
           continue
         if not body:
           counts.empty += 1
-        elif not valid and not _is_utf8(body):
+        elif not valid and not splits.is_utf8(body):
           counts.bad += 1
         else:
           counts.documents += 1
           yield Document(own, body)
-    if counts.documents == before:
-      fix = (
-        "document='line' to split within files, another heldout, or heldout_files"
-        if hashed
-        else 'a pattern whose files hold text'
-      )
-      raise DataError(
-        f'{field}={getattr(self, field)!r} with heldout={self.heldout}: no document '
-        f'in the {split!r} split ({counts.empty} empty, {counts.bad} not UTF-8); '
-        f'give {fix}'
-      )
+    if chosen.names and counts.documents == before:
+      fix = 'a pattern whose files hold text'
+      if chosen.heldout:
+        fix = "document='line' to split within files, another heldout, or heldout_files"
+      raise chosen.nothing(f'{counts.empty} empty, {counts.bad} not UTF-8', fix)
 
 
 @dataclasses.dataclass
@@ -253,45 +223,6 @@ class Windows:
         yield Document(f'{document.name}+{start}', window)
 
 
-def _check_split(split: str, heldout: float) -> None:
-  _check_choice('split', split, ('train', 'heldout'))
-  if not 0 <= heldout < 1:
-    raise DataError(f'heldout={heldout}: a fraction of the documents, in [0, 1)')
-
-
-def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
-  if value not in choices:
-    raise DataError(f'{field}={value!r}: must be one of {choices}')
-
-
-def _fraction(name: str) -> float:
-  """A number in [0, 1) that depends on the name only."""
-  digest = hashlib.sha256(name.encode('utf-8', 'surrogateescape')).digest()
-  return int.from_bytes(digest[:6], 'big') / 2**48
-
-
-def _split_of(name: str, heldout: float) -> Split:
-  return 'heldout' if _fraction(name) < heldout else 'train'
-
-
-def _is_utf8(text: bytes) -> bool:
-  try:
-    text.decode()
-  except UnicodeDecodeError:
-    return False
-  return True
-
-
-def _read_file(field: str, path: str) -> bytes:
-  try:
-    with open(path, 'rb') as file:
-      return file.read()
-  except OSError as error:
-    raise DataError(
-      f'{field}: cannot read {path!r}: {error.strerror}; repair it or leave it out'
-    ) from error
-
-
 def _bad_byte(field: str, path: str, text: bytes) -> DataError:
   try:
     text.decode()
@@ -302,45 +233,6 @@ def _bad_byte(field: str, path: str, text: bytes) -> DataError:
       f"({error.reason}); re-encode the file, or set bad_bytes='skip'"
     )
   raise AssertionError(f'{path} is UTF-8')
-
-
-def _lines(name: str, text: bytes) -> Iterator[tuple[str, bytes]]:
-  """Names and contents of a file's lines, counted from 1."""
-  # str.splitlines would also end them at \x0b, \x0c, \x85, U+2028 and others.
-  lines = text.split(b'\n')
-  if not lines[-1]:
-    lines.pop()  # what follows the last line's end is not a line
-  for number, line in enumerate(lines, 1):
-    yield f'{name}:{number}', line[:-1] if line.endswith(b'\r') else line
-
-
-def _listing(field: str, patterns: str | tuple[str, ...]) -> dict[str, str]:
-  """Real path to name of the files matched, by pattern and then by name."""
-  found: dict[str, str] = {}
-  for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-    expanded = os.path.expanduser(pattern)
-    prefix = _fixed_prefix(expanded)
-    names = {
-      os.path.relpath(path, prefix).replace(os.sep, '/'): os.path.realpath(path)
-      for path in glob.glob(expanded, recursive=True)
-      if not os.path.isdir(path)
-    }
-    if not names:
-      raise DataError(
-        f'{field}={pattern!r} matches no file from {os.getcwd()!r}; give an absolute '
-        "path, and for a folder 'FOLDER/**/*.txt'"
-      )
-    for name in sorted(names):
-      found.setdefault(names[name], name)
-  if not found:
-    raise DataError(f'{field}={patterns!r}: give at least one pattern')
-  return found
-
-
-def _fixed_prefix(pattern: str) -> str:
-  """The folder above the first wildcard: what differs between machines."""
-  head = re.split(r'[*?\[]', pattern, maxsplit=1)[0]
-  return os.path.dirname(head) or '.'
 
 
 def _stdlib_root() -> str:
@@ -360,7 +252,7 @@ def _stdlib_files() -> Iterator[tuple[str, bytes]]:
       if file.endswith('.py') and not file.startswith(('test_', '_sysconfig')):
         names.append(file if inside == '.' else f'{inside}/{file}')
   for name in sorted(set(names) - _SKIPPED_FILES):
-    text = _read_file('source', os.path.join(root, name)).replace(b'\r\n', b'\n')
+    text = splits.read('source', os.path.join(root, name)).replace(b'\r\n', b'\n')
     head = b'\n'.join(text.split(b'\n', 3)[:3])
     codec = name.startswith('encodings/') and _CODEC.search(text)
     if not codec and not _GENERATED.search(head):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,14 @@ class Config:
   """What every objective has: its depth and its weight in the loss.
 
   L = L_next + λ(fraction of training) · Σ_k w_k L_k with w_k ∝ ρ^(k-1), Σ w_k = 1.
+
+  Attributes:
+    unit: of the losses of this kind, as tables and results say it.
+    agreement: what counts as right.
   """
+
+  unit: ClassVar[str] = 'nats/token'
+  agreement: ClassVar[str] = 'top-1'
 
   depth: int = 1  # K: how many predictions beyond the next token
   weight: schedules.Schedule = dataclasses.field(default_factory=schedules.Piecewise)
