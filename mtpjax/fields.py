@@ -47,12 +47,12 @@ class ConfigError(ValueError):
 def override(config: Any, path: str, text: str) -> None:
   """Sets one field, given as on the command line: ('drafter.depth', '2').
 
-  An element of a tuple of configs is `objectives[0].depth`.
+  `objectives[0].depth` is in a tuple of configs, `weights.code` the value of a dict.
 
   Raises:
     ConfigError: no such field, not a value of its type, or a frozen class.
   """
-  node, at, parent = config, '', None
+  node, at, parent, hint = config, '', None, None
   for name in re.findall(r'[^.\[\]]+', path) or ['']:
     parent, children = node, dict(_children(node))
     if not _is_config(node):
@@ -61,25 +61,32 @@ def override(config: Any, path: str, text: str) -> None:
       if _is_config(node):
         raise _no_field(config, node, at, name, path, text)
       fix = f'count from 0, or set {at} as a whole'
+      if isinstance(node, dict):
+        fix = suggest(name[1:-1], map(str, node))
       if node is None:
         fix = f'choose its class in the config file, as in {at}=module.Config()'
       raise ConfigError(path, text, f'no {name[1:-1]} in {at} = {_brief(node)}', fix)
+    hint = _hints(type(node))[name] if _is_config(node) else _value_hint(hint)
     node, at = children[name], _join(at, name)
-  if not _is_config(parent):
+  if not _is_config(parent) and not isinstance(parent, dict):
     fix = f'set all of it, --config.{at.rpartition("[")[0]}=1,2, or a field of a config'
     raise ConfigError(path, text, 'an element cannot be replaced', fix)
-  hint = _hints(type(parent))[name]
   try:
     value = _parse(text, hint)
     if _is_config(node) and value is not None:
       raise ValueError
   except ValueError:
     fix = f'write for example --config.{path}={node}'
+    if isinstance(node, dict) and node:
+      fix = f'set one of its values, --config.{at}.{next(iter(node))}=VALUE'
     if typing.get_origin(hint) is Literal:
       fix = suggest(text, map(str, typing.get_args(hint)))
     if below := [at for at, _ in _configs(node, at)]:
       fix = f'set its fields, --config.{below[0]}.FIELD, or its class in the file'
     raise ConfigError(path, text, f'not {_in_words(hint)}', fix) from None
+  if isinstance(parent, dict):
+    parent[next(key for key in parent if f'[{key}]' == name)] = value
+    return
   try:
     setattr(parent, name, value)
   except dataclasses.FrozenInstanceError:
@@ -172,6 +179,13 @@ def _join(at: str, name: str) -> str:
 def _hints(cls: type) -> dict[str, Any]:
   hints = typing.get_type_hints(cls)
   return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _value_hint(hint: Any) -> Any:
+  """The annotation of a dict's values; Any if it is no dict's."""
+  arms = typing.get_args(hint) if typing.get_origin(hint) in _UNION else (hint,)
+  found = [typing.get_args(arm)[1] for arm in arms if typing.get_origin(arm) is dict]
+  return found[0] if found else Any
 
 
 def _fit(value: Any, hint: Any) -> Any:

@@ -46,9 +46,17 @@ class Config:
   objectives: tuple[Chain | Block, ...] = ()
   weights: dict[str, float] = dataclasses.field(default_factory=dict)
   table: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+  parts: dict[str, Chain | Block] | None = None
   level: Literal[1, 2] = 1
   either: float | int = 1
   anything: Any = None
+
+
+def _filled():
+  config = Config(objectives=(Chain(), Block()), parts={'code': Chain()})
+  config.weights, config.table = {'code': 1.0, 'text': 2.0}, {'code': (1, 2)}
+  config.anything = {'x': 1}
+  return config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,16 +111,24 @@ class Derived:
     ('drafter', 'None', None),
     ('objectives[1].rate', '2', 2.0),
     ('objectives.0.depth', '6', 6),
+    ('weights.code', '2', 2.0),
+    ('weights[text]', '0.5', 0.5),
+    ('table.code', '3,4', (3, 4)),
+    ('parts.code.depth', '7', 7),
+    ('anything.x', '2', 2),
     ('objectives', '()', ()),
     ('anything', '5', 5),
   ],
 )
 def test_override_reads_the_annotated_type(path, text, value):
-  config = Config(objectives=(Chain(), Block()))
+  config = _filled()
   fields.override(config, path, text)
   node: Any = config
   for name in re.findall(r'\w+', path):
-    node = node[int(name)] if isinstance(node, tuple) else getattr(node, name)
+    if isinstance(node, tuple | dict):
+      node = node[int(name) if isinstance(node, tuple) else name]
+    else:
+      node = getattr(node, name)
   assert node == value and type(node) is type(value)
   if isinstance(value, tuple):
     assert list(map(type, node)) == list(map(type, value))
@@ -137,7 +153,7 @@ def test_a_nullable_field_is_set_and_set_back():
       "in config.drafter (fields_test:Chain); did you mean 'depth'",
     ),
     ('drafter.xyz', '2', 'choose from: depth, kind'),
-    ('kind', '2', "did you mean 'drafter.kind' or 'objectives[0].kind'?"),
+    ('kind', '2', "mean 'drafter.kind' or 'objectives[0].kind' or 'parts[code]"),
     (
       'steps',
       '1.5',
@@ -169,12 +185,18 @@ def test_a_nullable_field_is_set_and_set_back():
     ('objectives[5].depth', '1', 'count from 0'),
     ('objectives[0]', '1', 'an element cannot be replaced'),
     ('betas[0]', '1', 'set all of it, --config.betas=1,2'),
+    ('weights.cod', '1', "no cod in weights = {'code': 1.0, 'text'"),
+    ('weights.cod', '1', "did you mean 'code'?"),
+    ('weights.code', 'x', "weights.code = 'x': not a number; write for example --con"),
+    ('weights.code', 'inf', 'not a number'),
+    ('weights', 'code:1', 'set one of its values, --config.weights.code=VALUE'),
+    ('parts.code', '1', 'set its fields, --config.parts[code].FIELD'),
     ('steps.x', '1', 'no x in steps = 10'),
     ('.', '1', "no field ''"),
   ],
 )
 def test_a_wrong_override_names_field_value_and_fix(path, text, words):
-  config = Config(objectives=(Chain(), Block()))
+  config = _filled()
   before = fields.to_json(config)
   with pytest.raises(fields.ConfigError) as caught:
     fields.override(config, path, text)

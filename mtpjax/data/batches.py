@@ -187,7 +187,7 @@ class TrainBatches(Iterator[Batch]):
       raise DataError('plan: no rows to train on; give a source with documents')
     self._plan = plan
     self._rows_per_shard = batch // shards
-    shares = None if weights is None else mixture.whole_shares(weights)
+    shares = weights and sorted(mixture.whole_shares(weights).items())
     checks = plan.fingerprint(), seed, shards, shares
     self._fingerprint = zlib.crc32(str(checks).encode()) >> 1
     rows = mixture.endless(plan, weights, seed)

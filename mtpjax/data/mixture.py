@@ -85,7 +85,7 @@ class Mixture:
 
 def whole_shares(weights: dict[str, float]) -> dict[str, int]:
   """The smallest whole numbers in the proportion of the weights, read as decimals."""
-  exact = {name: fractions.Fraction(repr(weight)) for name, weight in weights.items()}
+  exact = {name: fractions.Fraction(str(share)) for name, share in weights.items()}
   scale = math.lcm(*(share.denominator for share in exact.values()))
   whole = {name: int(share * scale) for name, share in exact.items()}
   divisor = math.gcd(*whole.values())
