@@ -32,9 +32,11 @@ def learn(tmp_path_factory):
 
 
 @pytest.mark.parametrize('seed', range(3))
-def test_the_module_is_nearly_always_right(learn, seed):
-  found = learn('sequential', f'--config.seed={seed}')
-  assert found['acceptance_rate'] >= 0.85 and found['draft_passes'] <= 28
+def test_a_head_that_has_to_guess_is_right_half_as_often_as_the_module(learn, seed):
+  module, head = (learn(v, f'--config.seed={seed}') for v in ('sequential', 'parallel'))
+  assert module['acceptance_rate'] >= 0.85 and module['draft_passes'] <= 28
+  assert head['acceptance_rate'] <= module['acceptance_rate'] / 2
+  assert head['draft_passes'] >= 33
 
 
 @pytest.mark.parametrize('variant', ['sequential', 'parallel'])
@@ -44,13 +46,14 @@ def test_what_was_not_trained_is_right_by_chance(learn, variant):
   assert found['train_loss_by_depth'][0] < 0.2
 
 
-@pytest.mark.parametrize('variant', ['sequential', 'parallel'])
-def test_more_steps_teach_both_more(learn, variant):
-  few, many = (learn(variant, f'--config.steps={n}') for n in (60, 400))
-  assert many['acceptance_rate'] >= 0.85 > few['acceptance_rate']
-  assert many['train_loss_by_depth'][1] < few['train_loss_by_depth'][1]
-
-
-def test_a_head_that_has_to_guess_learns_later_than_the_module(learn):
-  module, head = (learn(v, '--config.steps=60') for v in ('sequential', 'parallel'))
-  assert head['train_loss_by_depth'][1] > module['train_loss_by_depth'][1]
+def test_more_steps_teach_both_more_and_the_module_sooner(learn):
+  few, many = (
+    {v: learn(v, f'--config.steps={n}') for v in ('sequential', 'parallel')}
+    for n in (60, 400)
+  )
+  assert many['sequential']['acceptance_rate'] >= 0.85
+  for variant in few:
+    assert many[variant]['acceptance_rate'] > few[variant]['acceptance_rate']
+  for found in few, many:
+    head, module = found['parallel'], found['sequential']
+    assert head['train_loss_by_depth'][1] > 2 * module['train_loss_by_depth'][1]
