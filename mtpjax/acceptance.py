@@ -125,7 +125,9 @@ def prompts(
     row = rows.row(int(index))
     # A row's first piece may be the middle of a long document: text all the same.
     first = np.count_nonzero(row['segments'] == row['segments'][0])
-    ids.append(row['tokens'][: min(first, config.prompt_tokens)])
+    # Where something is to be answered, the question is the prompt.
+    question = int(np.argmax(row['mask'][:first]))
+    ids.append(row['tokens'][: question or min(first, config.prompt_tokens)])
   return pad(ids) if ids else None
 
 

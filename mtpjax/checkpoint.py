@@ -33,12 +33,12 @@ import numpy as np
 from absl import logging
 from etils import epath
 from flax.traverse_util import unflatten_dict
-from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
-from jaxtyping import Array, PyTree, Shaped, UInt32
+from jaxtyping import Array, PyTree
 from orbax.checkpoint import v1 as ocp
 
+from mtpjax.checksum import checksum
 from mtpjax.fields import ConfigError
 
 _RECORD = '_CHECKPOINT_METADATA'  # orbax's name for it
@@ -114,6 +114,13 @@ class Checkpoints(contextlib.AbstractContextManager):
   def latest_step(self) -> int | None:
     return max(self.steps(), default=None)
 
+  def forget_after(self, step: int) -> None:
+    """Deletes what is newer: a run that went back will make those steps again."""
+    self.close()
+    if self._primary:
+      for newer in (s for s in _numbered(self.directory) if s > step):
+        self._delete(newer)
+
   def save(self, step: int, state: PyTree, data_state: dict, *, wait=False) -> bool:
     """Starts saving; blocks for the copy to the host, and for a save still under way.
 
@@ -172,10 +179,13 @@ class Checkpoints(contextlib.AbstractContextManager):
     assert self.config is not None
     for step in self.steps()[: -self.config.keep]:
       if self.config.keep_every is None or step % self.config.keep_every:
-        # Renamed first: a kill must not leave half a checkpoint under a step's name.
-        path = self.directory / str(step)
-        with contextlib.suppress(OSError):  # stays until another save
-          path.rename(self.directory / f'{step}.deleted').rmtree()
+        self._delete(step)
+
+  def _delete(self, step: int) -> None:
+    # Renamed first: a kill must not leave half a checkpoint under a step's name.
+    path = self.directory / str(step)
+    with contextlib.suppress(OSError):  # stays until another save
+      path.rename(self.directory / f'{step}.deleted').rmtree()
 
   def _sweep(self, debris: str) -> None:
     with contextlib.suppress(OSError):
@@ -254,33 +264,19 @@ def read_metadata(directory: _Path, step: int | None = None) -> dict:
 
   Raises CheckpointError if there is none that can be read.
   """
+  return read_record(directory, step)['metadata']
+
+
+def read_record(directory: _Path, step: int | None = None) -> dict:
+  """The same, with `step`, and `leaves`: each one's shape, dtype and checksum by name,
+  such as 'params/trunk/embedding'."""
   path = _absolute(directory)
   for candidate in (s for s in _numbered(path)[::-1] if step in (None, s)):
     try:
-      return _read_record(path / str(candidate))['metadata']
+      return {'step': candidate, **_read_record(path / str(candidate))}
     except _DamagedError as error:
       logging.error('damaged checkpoint in %s, step %d: %s', path, candidate, error)
   raise _nothing_found(path, step)
-
-
-@jax.jit
-def checksum(x: Shaped[Array, '*shape']) -> UInt32[Array, '']:
-  """Σ mix(bits(x[i]) + c·i) mod 2³², i the flat global position.
-
-  The same whatever the sharding, for the sum is over integers. `mix` is MurmurHash3's
-  finaliser (Appleby 2011), a bijection, so any one changed element changes the sum.
-  """
-  if x.dtype != jnp.bool_:  # 64 bits become two words
-    x = lax.bitcast_convert_type(x, f'uint{min(32, 8 * x.dtype.itemsize)}')
-  words = x.astype(jnp.uint32)
-  position = jnp.zeros(words.shape, jnp.uint32)
-  for axis, size in enumerate(words.shape):
-    index = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-    position = position * jnp.uint32(size & 0xFFFFFFFF) + index
-  h = words + position * jnp.uint32(0x9E3779B9)
-  h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-  h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-  return jnp.sum(h ^ (h >> 16), dtype=jnp.uint32)
 
 
 def _flatten(tree: PyTree, prefix: str = '') -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 
 import jax
 
-from mtpjax import acceptance, checkpoint, fields, losses, mesh, step
+from mtpjax import acceptance, checkpoint, fields, heldout, losses, mesh, meters, step
+from mtpjax import init_from as transfer
 from mtpjax.data import batches
 from mtpjax.drafters import base
 from mtpjax.fields import ConfigError
@@ -27,6 +29,7 @@ class Config:
   drafter: base.Config | None = None  # at most one; None is plain pretraining
   objectives: tuple[base.Config, ...] = ()  # further ones, which need not draft
   freeze_trunk: bool = False  # only the objectives train
+  init_from: transfer.Config | None = None  # parameters of another run to begin with
   loss: losses.Config = dataclasses.field(default_factory=losses.Config)
   optimizer: step.OptimizerConfig = dataclasses.field(
     default_factory=step.OptimizerConfig
@@ -35,7 +38,12 @@ class Config:
   checkpoint: checkpoint.Config = dataclasses.field(
     default_factory=lambda: checkpoint.Config(every=500)
   )
+  guard: meters.Guard = dataclasses.field(default_factory=meters.Guard)
+  evaluation: heldout.Config = dataclasses.field(default_factory=heldout.Config)
   decode: acceptance.Config = dataclasses.field(default_factory=acceptance.Config)
+  profile: tuple[int, ...] = ()  # (first step, steps) to trace into WORKDIR/profile
+  compilation_cache: str | None = None  # a directory that outlives the process
+  wandb: str | None = None  # a project of Weights & Biases to log to as well
 
   def parts(self) -> dict[str, base.Config]:
     """The objectives by name: 'drafter', then each further one by its file's name."""
@@ -48,7 +56,10 @@ class Config:
 
 
 # A directory goes on after a change of these: they do not change what is learnt.
-FREE = ('name', 'log_every', 'mesh', 'checkpoint', 'decode')
+FREE = (
+  *('name', 'log_every', 'mesh', 'checkpoint', 'guard', 'evaluation', 'decode'),
+  *('profile', 'compilation_cache', 'wandb'),
+)
 
 
 def finalize(config: Config, vocab: int | None = None) -> Config:
@@ -79,7 +90,15 @@ def finalize(config: Config, vocab: int | None = None) -> Config:
   config.loss.finalize()
   config.optimizer.finalize()
   config.checkpoint.finalize()
+  config.guard.finalize()
+  config.evaluation.finalize()
   config.decode.finalize()
+  if config.profile and (len(config.profile) != 2 or min(config.profile) < 1):
+    fix = 'use (first step, how many), e.g. (100, 3)'
+    raise ConfigError('profile', config.profile, 'is no span of steps', fix)
+  if config.wandb is not None and importlib.util.find_spec('wandb') is None:
+    fix = "pip install 'mtpjax[wandb]', or set None"
+    raise ConfigError('wandb', config.wandb, 'needs a package that is missing', fix)
   config.data.validate()
   _check_mesh(config)
   _check_dtype(config.trunk)

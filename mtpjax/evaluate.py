@@ -12,7 +12,16 @@ import functools
 import jax
 from absl import flags
 
-from mtpjax import acceptance, heldout, mesh, metrics, saved, step, terminal
+from mtpjax import (
+  acceptance,
+  answers,
+  heldout,
+  mesh,
+  metrics,
+  saved,
+  step,
+  terminal,
+)
 from mtpjax import config as configs
 from mtpjax import flags as command
 from mtpjax.checkpoint import CheckpointError
@@ -46,13 +55,23 @@ def main(config: configs.Config) -> int:
     rows,
     functools.partial(terminal.watch, total=heldout.count(config, rows)),
   )
+  problems = config.evaluation.problems
+  figures |= answers.Answers(run.graphdef, rows, problems).measure(run.params)
   terminal.say('decoding, plainly and with drafts …')
   drafted = acceptance.measure(
     run.graphdef, run.params, config.decode, rows, run.tokenizer
   )
   terminal.say(
-    f'{run.directory}, step {run.step}\n{heldout.table(figures, title)}\n'
-    f'{acceptance.table(drafted)}'
+    '\n'.join(
+      text
+      for text in (
+        f'{run.directory}, step {run.step}',
+        heldout.table(figures, title),
+        answers.table(figures),
+        acceptance.table(drafted),
+      )
+      if text
+    )
   )
   if out and jax.process_index() == 0:
     summary = {

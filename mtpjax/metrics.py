@@ -3,7 +3,7 @@
 One line of WORKDIR/metrics.jsonl is one JSON object: `step`, `loss` (total, nats),
 `loss_by_depth`, `agreement_by_depth`, `counts_by_depth` (lists, the next token first),
 `lambda` ({objective: λ}), `learning_rate`, `grad_norm`, `tokens_per_second`; lines on
-held-out data also have `split: "heldout"`.
+held-out data also have `split: "heldout"`, and the one at the end `final: true`.
 """
 
 from __future__ import annotations
@@ -106,36 +106,66 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
   return rows
 
 
+def last_step(directory: str | os.PathLike) -> int:
+  """Of the lines that a run has written, 0 if there is none."""
+  path = Path(directory) / 'metrics.jsonl'
+  rows = read_metrics(path) if path.exists() else []
+  return max((row.get('step', 0) for row in rows), default=0)
+
+
 class Writer:
   """Appends metrics to WORKDIR/metrics.jsonl and as TensorBoard events.
 
   Lines past `resume_step`, which a crashed run wrote after its last checkpoint, are
-  dropped, and so are those on held-out data at `resume_step`, as it is evaluated again:
-  the file reads as if nothing had happened. Only process 0 writes.
+  dropped, and so is the final evaluation, as it is made again: the file reads as if
+  nothing had happened. Only process 0 writes.
+
+  Args:
+    project: of Weights & Biases, to log to as well.
   """
 
-  def __init__(self, workdir: str | os.PathLike, resume_step: int | None = None):
-    workdir = Path(workdir)
-    self.path = workdir / 'metrics.jsonl'
+  def __init__(
+    self,
+    workdir: str | os.PathLike,
+    resume_step: int | None = None,
+    project: str | None = None,
+  ):
+    self._workdir = Path(workdir)
+    self.path = self._workdir / 'metrics.jsonl'
     self._writes = jax.process_index() == 0
+    self._run: Any = None
     if not self._writes:
       return
-    workdir.mkdir(parents=True, exist_ok=True)
+    self._workdir.mkdir(parents=True, exist_ok=True)
+    self._open(resume_step)
+    if project:
+      import wandb  # slow, and an extra
+
+      name = self._workdir.resolve().name
+      self._run = wandb.init(
+        project=project, name=name, id=name, dir=str(self._workdir), resume='allow'
+      )
+      self._run.define_metric('*', step_metric='step')
+
+  def _open(self, resume_step: int | None) -> None:
     start = 0 if resume_step is None else resume_step
     if self.path.exists():
-      # A checkpoint is made after its step's line, and evaluated later still.
-      kept = [
-        row
-        for row in read_metrics(self.path)
-        if row.get('step', 0) < start + (row.get('split') != 'heldout')
-      ]
+      rows = read_metrics(self.path)
+      kept = [r for r in rows if r.get('step', 0) <= start and not r.get('final')]
       _replace(self.path, ''.join(to_json(row) + '\n' for row in kept))
     self._file = self.path.open('a', encoding='utf-8', newline='\n')
     # purge_step tells TensorBoard to forget the dropped steps' events as well.
     self._events = tensorboardX.SummaryWriter(
-      str(workdir / 'tensorboard'),
+      str(self._workdir / 'tensorboard'),
       purge_step=None if resume_step is None else start + 1,
     )
+
+  def go_back(self, step: int) -> None:
+    """Drops what was written after that step."""
+    if self._writes:
+      self._file.close()
+      self._events.close()
+      self._open(step)
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """One line, on disk when this returns, and one event for each number in it."""
@@ -147,11 +177,16 @@ class Writer:
     split = values.get('split', 'train')
     for name, value in _scalars(values):
       self._events.add_scalar(f'{split}/{name}', value, step)
+    if self._run is not None:
+      named = {f'{split}/{name}': value for name, value in _scalars(values)}
+      self._run.log({'step': step, **named})
 
   def close(self) -> None:
     if self._writes:
       self._file.close()
       self._events.close()
+    if self._run is not None:
+      self._run.finish()
 
   def __enter__(self) -> Writer:
     return self

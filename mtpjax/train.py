@@ -6,10 +6,13 @@ The same command again goes on from the newest checkpoint. SIGTERM and Ctrl-C sa
 step under way first.
 """
 
+import dataclasses
 import functools
+import math
 import signal
 import sys
-import time
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,8 +20,11 @@ from absl import flags
 
 from mtpjax import (
   acceptance,
+  answers,
+  checkpoint,
   figures,
   heldout,
+  init_from,
   mesh,
   meters,
   metrics,
@@ -32,6 +38,7 @@ from mtpjax import flags as command
 from mtpjax.checkpoint import CheckpointError, Checkpoints
 from mtpjax.data import batches
 from mtpjax.data.sources import DataError
+from mtpjax.terminal import say
 
 _WORKDIR = flags.DEFINE_string(
   'workdir', None, 'where everything is written; default runs/NAME'
@@ -52,144 +59,262 @@ def catch_signals() -> list[int]:
   return received
 
 
-def main(config: configs.Config) -> int:
-  began = time.monotonic()
-  signals = catch_signals()
+@dataclasses.dataclass
+class Run:
+  """Everything that training changes or looks at."""
 
-  # --- Everything that can be refused is refused before anything compiles.
+  config: configs.Config
+  data: batches.Data
+  directory: Path
+  saved: Checkpoints
+  best: Checkpoints  # that of the lowest held-out loss
+  clock: meters.Clock
+  meter: meters.Training
+  rows: batches.TrainBatches
+  graphdef: Any
+  abstract_state: Any
+  state: Any
+  done: int  # steps
+  resumed: bool
+  lowest: float = math.inf  # held-out loss so far
+  train_step: Any = None
+  eval_step: Any = None
+  answers: Any = None
+
+  def position(self) -> dict[str, Any]:
+    """What a checkpoint carries beside the state, as JSON."""
+    return {
+      'rows': self.rows.get_state(),
+      'meter': self.meter.get_state(),
+      'clock': self.clock.get_state(self.done),
+      'lowest': self.lowest if math.isfinite(self.lowest) else None,
+    }
+
+  def evaluate(self, limit: int | None, watch=iter) -> dict[str, Any]:
+    params = step.evaluated(self.state)
+    with self.clock('evaluation'):
+      found = heldout.evaluate(
+        self.eval_step, params, self.config, self.data.heldout, watch, limit
+      )
+      return {**found, **self.answers.measure(params)}
+
+
+def main(config: configs.Config) -> int:
+  signals = catch_signals()
+  run = begin(config)
+  code = train(run, signals)
+  if code is None:
+    finish(run)
+  return code or 0
+
+
+def begin(config: configs.Config) -> Run:
+  """Everything that can be refused is refused before anything compiles."""
+  clock = meters.Clock()
+  if config.compilation_cache:
+    jax.config.update('jax_compilation_cache_dir', config.compilation_cache)
   jax.set_mesh(mesh.make(config.mesh))
-  say = terminal.say
   configs.finalize(config)
   data = batches.open_data(config.data, config.seed)
   configs.finalize(config, data.tokenizer.vocab_size)
   acceptance.prompts(config.decode, data.heldout, data.tokenizer)
-  directory = workdir.claim(_WORKDIR.value or f'runs/{config.name}', config)
-  saved = Checkpoints(
-    directory / 'checkpoints',
-    config.checkpoint,
-    workdir.metadata(config, data.tokenizer),
-  )
-
-  # --- The model, and the two functions that everything else happens in.
   graphdef, abstract, make_params = model.init(
     config.trunk, config.parts(), config.seed
   )
+  plan = None
+  if config.init_from is not None:
+    conventions = configs.conventions(config)
+    plan = init_from.plan(
+      config.init_from, abstract, data.tokenizer, conventions, config.trunk
+    )
+  directory = workdir.claim(_WORKDIR.value or f'runs/{config.name}', config)
+  metadata = workdir.metadata(config, data.tokenizer)
+  one = checkpoint.Config(every=1, keep=1)
   init_state = functools.partial(
     step.init_state, config=config.optimizer, freeze_trunk=config.freeze_trunk
   )
-  abstract_state = jax.eval_shape(init_state, abstract)
-  rows = batches.TrainBatches(
-    data.train,
-    batch=config.data.batch,
-    shards=config.data.shards,
-    seed=config.seed,
-    weights=data.weights,
-    process_index=jax.process_index(),
-    process_count=jax.process_count(),
+  run = Run(
+    config,
+    data,
+    directory,
+    saved=Checkpoints(directory / 'checkpoints', config.checkpoint, metadata),
+    best=Checkpoints(directory / 'best', one, metadata),
+    clock=clock,
+    meter=meters.Training(config.guard),
+    rows=batches.TrainBatches(
+      data.train,
+      batch=config.data.batch,
+      shards=config.data.shards,
+      seed=config.seed,
+      weights=data.weights,
+      process_index=jax.process_index(),
+      process_count=jax.process_count(),
+    ),
+    graphdef=graphdef,
+    abstract_state=jax.eval_shape(init_state, abstract),
+    state=None,
+    done=0,
+    resumed=False,
   )
-  restored = saved.restore(abstract_state)
-  if restored is not None:
-    state, start = restored.state, restored.step
-    rows.set_state(restored.data_state['rows'])
-    done = 'is finished, evaluating again' if start == config.steps else 'going on'
-    say(f'resuming {directory} at step {start}: {done}')
+  if restored := run.saved.restore(run.abstract_state):
+    run.state, run.done, run.resumed = restored.state, restored.step, True
+    position = restored.data_state
+    run.rows.set_state(position['rows'])
+    run.meter.set_state(position['meter'])
+    run.clock.set_state(position['clock'], metrics.last_step(directory) - run.done)
+    run.lowest = math.inf if position['lowest'] is None else position['lowest']
+    finished = run.done == config.steps
+    what = 'is finished, evaluating again' if finished else 'going on'
+    say(f'resuming {directory} at step {run.done}: {what}')
   else:
-    state, start = jax.jit(init_state)(make_params()), 0
-  parameters = sum(x.size for x in jax.tree.leaves(state['params']))
+    params = make_params()
+    if plan is not None:
+      say(str(plan))
+      params = init_from.load(plan, params)
+    run.state = jax.jit(init_state)(params)
+  run.best.forget_after(run.done)
+  parameters = sum(x.size for x in jax.tree.leaves(run.state['params']))
   say(f'{config.name}: {parameters:,} parameters, {data}, in {directory}')
   say('compiling the train and evaluation steps …')
-  compiling = time.monotonic()
-  train_step = step.compile_train(graphdef, config, state)
-  eval_step = step.compile_eval(
-    graphdef, config, state['params'], data.tokenizer.bytes_per_token
-  )
-  compile_seconds = time.monotonic() - compiling
+  with clock('compile'):
+    run.train_step = step.compile_train(graphdef, config, run.state)
+    run.eval_step = step.compile_eval(
+      graphdef, config, run.state['params'], data.tokenizer.bytes_per_token
+    )
+  run.answers = answers.Answers(graphdef, data.heldout, config.evaluation.problems)
+  return run
 
-  # --- Training. A step's metrics are fetched once the next has been dispatched.
-  meter, pending = meters.Training(), None
-  if restored is not None:
-    meter.set_state(restored.data_state['meter'])
+
+def train(run: Run, signals: list[int]) -> int | None:
+  """All steps that are left; an exit code if a signal ended them early."""
+  config, clock = run.config, run.clock
+  start = run.done if run.resumed else None
   with (
-    saved,
-    metrics.Writer(directory, start if restored else None) as writer,
-    terminal.Progress(config.steps, start, every=config.log_every) as progress,
+    run.saved,
+    run.best,
+    metrics.Writer(run.directory, start, config.wandb) as writer,
+    terminal.Progress(config.steps, run.done, every=config.log_every) as progress,
+    meters.Trace(run.directory / 'profile', config.profile) as trace,
   ):
+    # A step's metrics are fetched once the next has been dispatched.
+    pending: Any = None
+    rollbacks = 0
 
-    def record(done, out, tokens):
-      line = meter.add(done, jax.device_get(out), tokens)
-      progress.update(done, line)
+    def record(done: int, out: dict, tokens: int) -> None:
+      line = run.meter.add(done, jax.device_get(out), tokens)
+      progress.update(done, {**line, **clock.waits()})
       if done % config.log_every == 0 or done == config.steps:
-        writer.write(done, meter.flush())
+        writer.write(done, run.meter.flush())
 
-    for done in range(start + 1, config.steps + 1):
-      arrays = next(rows)
-      state, out = train_step(state, step.put(arrays))
-      if pending:
-        record(*pending)
-      pending = done, out, np.count_nonzero(arrays['segments'])
+    clock.training_begins()
+    while run.done < config.steps:
+      run.done += 1
+      trace.at(run.done)
+      with clock.waiting(pending[1]['loss'] if pending else None):
+        arrays = next(run.rows)
+      run.state, out = run.train_step(run.state, step.put(arrays))
       stopping = bool(signals)  # asked once: it may change at any line
-      last = done == config.steps or stopping
-      if done % config.checkpoint.every == 0 or last:
-        record(*pending)  # a checkpoint is only made of a step known to be sound
+      last = run.done == config.steps or stopping
+      saving = last or run.done % config.checkpoint.every == 0
+      every = config.evaluation.every
+      evaluating = every is not None and run.done % every == 0
+      try:
+        if pending:
+          record(*pending)
+        pending = run.done, out, np.count_nonzero(arrays['segments'])
+        if saving or evaluating:  # only of a step known to be sound
+          record(*pending)
+          pending = None
+      except meters.TrainingError as error:
+        rollbacks += 1
+        go_back(run, error, rollbacks)
+        writer.go_back(run.done)
         pending = None
-        position = {'rows': rows.get_state(), 'meter': meter.get_state()}
-        saved.save(done, state, position, wait=last)
+        continue
+      if evaluating:
+        found = run.evaluate(config.evaluation.batches)
+        writer.write(run.done, {'split': 'heldout', **found})
+        say(f'step {run.done}, held out: {heldout.brief(found)}')
+        if found['loss'] is not None and found['loss'] < run.lowest:
+          run.lowest = found['loss']
+          if config.evaluation.keep_best:
+            with clock('checkpoint'):
+              run.best.save(run.done, run.state, run.position())
+      if saving:
+        with clock('checkpoint'):
+          run.saved.save(run.done, run.state, run.position(), wait=last)
       if stopping:
         name = signal.Signals(signals[0]).name
-        say(f'{name}: saved step {done} in {directory}; the same command goes on')
+        where = f'step {run.done} in {run.directory}'
+        say(f'{name}: saved {where}; the same command goes on')
         return 0 if signals[0] == signal.SIGTERM else 130
+  return None
 
-    # --- Held-out evaluation, and what people and programs read afterwards. All is
-    # saved: what asks to stop is obeyed at once.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    result = heldout.evaluate(
-      eval_step,
-      state['params'],
-      config,
-      data.heldout,
-      functools.partial(terminal.watch, total=heldout.count(config, data.heldout)),
-    )
-    if result['loss'] is not None:
-      writer.write(config.steps, {'split': 'heldout', **result})
-  say(heldout.table(result))
-  first = jax.process_index() == 0
+
+def go_back(run: Run, error: meters.TrainingError, times: int) -> None:
+  """To the newest checkpoint, but on with the data that follows."""
+  allowed = run.config.guard.rollbacks
+  sound = run.saved.restore(run.abstract_state) if times <= allowed else None
+  if sound is None:
+    raise error
+  say(f'{error}\ngoing back to step {sound.step}, {times} of {allowed} times')
+  run.state, run.done = sound.state, sound.step
+  run.meter.set_state(sound.data_state['meter'])
+  run.clock.go_back(sound.data_state['clock'])
+  run.best.forget_after(run.done)
+
+
+def finish(run: Run) -> None:
+  """Held-out evaluation, and what people and programs read afterwards. All is saved:
+  what asks to stop is obeyed at once."""
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+  signal.signal(signal.SIGINT, signal.default_int_handler)
+  config, directory, first = run.config, run.directory, jax.process_index() == 0
+  total = heldout.count(config, run.data.heldout)
+  result = run.evaluate(None, functools.partial(terminal.watch, total=total))
+  if result['loss'] is not None:
+    with metrics.Writer(directory, config.steps, config.wandb) as writer:
+      writer.write(config.steps, {'split': 'heldout', 'final': True, **result})
+  say('\n'.join(x for x in (heldout.table(result), answers.table(result)) if x))
   lines = metrics.read_metrics(directory / 'metrics.jsonl') if first else []
   trained = [line for line in lines if 'split' not in line]
   summary = {
     **result,
     'train_loss_by_depth': trained[-1]['loss_by_depth'] if trained else None,
+    'best_heldout_loss': run.lowest if math.isfinite(run.lowest) else None,
     'steps': config.steps,
-    'resumed_at': start or None,
-    'seconds': time.monotonic() - began,
-    'compile_seconds': compile_seconds,
-    'tokens_per_second': meter.tokens_per_second,
-    'parameters': parameters,
+    'skipped_steps': run.meter.skipped,
+    'tokens_per_second': run.meter.tokens_per_second,
+    'parameters': sum(x.size for x in jax.tree.leaves(run.state['params'])),
     'mtp': configs.conventions(config),
     'conditions': {**metrics.conditions(), 'mesh': mesh.axis_sizes()},
+    **run.clock.summary(),
   }
   if first:
     figures.loss_figure(lines, directory / 'loss.png')
     metrics.write_summary(directory / 'summary.json', summary)
 
-  # --- What drafting is worth. Whatever fails here, the results above are written.
+  # What drafting is worth. Whatever fails here, the results above are written.
   say('decoding, plainly and with drafts …')
-  drafted = acceptance.measure(
-    graphdef, state['params'], config.decode, data.heldout, data.tokenizer
-  )
+  with run.clock('evaluation'):
+    drafted = acceptance.measure(
+      run.graphdef,
+      step.evaluated(run.state),
+      config.decode,
+      run.data.heldout,
+      run.data.tokenizer,
+    )
   say(acceptance.table(drafted))
   if drafted and first:
     figures.acceptance_figure(drafted, directory / 'acceptance.png')
-    summary |= {**drafted, 'seconds': time.monotonic() - began}
+    summary |= {**drafted, **run.clock.summary()}
     metrics.write_summary(directory / 'summary.json', summary)
   say(
-    f'{time.monotonic() - began:.0f} s, {compile_seconds:.0f} of them compiling steps. '
-    f'Figures: {directory}/*.png, {directory}/summary.json\nNext:\n'
+    f'{run.clock}. Figures: {directory}/*.png, {directory}/summary.json\nNext:\n'
     f'  python -m mtpjax.evaluate --checkpoint={directory}\n'
     f"  python -m mtpjax.sample --checkpoint={directory} --prompt='…'\n"
     f'  tensorboard --logdir={directory}/tensorboard  (pip install tensorboard)'
   )
-  return 0
 
 
 if __name__ == '__main__':

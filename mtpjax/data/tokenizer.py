@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int32
 from numpy.typing import ArrayLike
 
 from mtpjax.data.sources import DataError, Document
+from mtpjax.data.words import Words
 
 # Texts are joined to about this many bytes before each vectorised pass.
 _CHUNK_BYTES = 1 << 22
@@ -202,17 +203,19 @@ class Characters:
     return table
 
 
-def from_json(text: str) -> Bytes | Characters:
+def from_json(text: str) -> Bytes | Characters | Words:
   """The tokenizer that `to_json` wrote. Raises DataError on anything else."""
   try:
     fields = json.loads(text)
     kind = fields.pop('kind')
+    if kind == 'words':
+      return Words(tuple(fields['words']))
     return {'bytes': Bytes, 'characters': Characters}[kind](**fields)
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     if isinstance(error, DataError):
       raise
     raise DataError(
-      f'tokenizer={text[:80]!r}: not what to_json of Bytes or Characters writes'
+      f'tokenizer={text[:80]!r}: not what to_json of a tokenizer writes'
     ) from error
 
 

@@ -22,7 +22,6 @@ class Words:
   end = None
 
   def __post_init__(self):
-    object.__setattr__(self, 'words', tuple(self.words))
     bad = [w for w in self.words if not w or w.split() != [w]]
     if not self.words or bad or len(set(self.words)) < len(self.words):
       raise DataError(

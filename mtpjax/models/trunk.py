@@ -56,7 +56,8 @@ class Config:
   norm_epsilon: float = 1e-6
   embed_std: float = 0.02  # of the embedding and of a separate head
   remat: Literal['none', 'dots', 'full'] = 'full'
-  dtype: Literal['float32', 'bfloat16', 'float64'] = 'float32'  # of compute
+  # Of compute. None: bfloat16 on an accelerator, float32 on a CPU.
+  dtype: Literal['float32', 'bfloat16', 'float64'] | None = None
   param_dtype: Literal['float32', 'bfloat16', 'float64'] = 'float32'
 
   @property
@@ -68,6 +69,8 @@ class Config:
     """Fills what follows from other fields, and refuses what cannot be built."""
     self.vocab = vocab if self.vocab is None else self.vocab
     self.kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+    if self.dtype is None:
+      self.dtype = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
     for name in ('width', 'layers', 'heads', 'kv_heads', 'vocab_multiple'):
       if getattr(self, name) < 1:
         raise ConfigError(

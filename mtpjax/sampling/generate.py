@@ -105,9 +105,13 @@ class Decoder:
     self.vocab: int = _vocab(graphdef, params)
     self.rule, self.longest, self.chunk = rule, longest, chunk
     self._graphdef = graphdef
-    self._weights = engine.lay_out(graphdef, params)
+    self.take(params)
     self._compiled: dict[tuple, Any] = {}
     self.compilations: dict[tuple, float] = {}  # (what, rows, slots, draft): seconds
+
+  def take(self, params: Any) -> None:
+    """Other parameters of the same model: what is compiled stays."""
+    self._weights = engine.lay_out(self._graphdef, params)
 
   def generate(
     self,

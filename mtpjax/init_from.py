@@ -1,0 +1,188 @@
+"""A run that begins with parameters of another: the trunk restored and the drafter
+fresh, the other way round, or all that fits.
+
+Leaves are named by their place, such as trunk/blocks/w_up or objectives/drafter/w_join.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from etils import epath
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from mtpjax import checkpoint, fields
+from mtpjax.data.tokenizer import Tokenizer
+from mtpjax.fields import ConfigError
+
+_SHOWN = 8  # names in a message
+
+
+@dataclasses.dataclass
+class Config:
+  """Which checkpoint, and what is not taken from it.
+
+  Attributes:
+    checkpoint: a run's directory (its newest step), or checkpoints/STEP of one.
+    fresh: patterns of leaves that are initialised all the same, as a shell writes
+      them: ('objectives/*',) restores the trunk alone, ('trunk/*',) the rest.
+  """
+
+  checkpoint: str
+  fresh: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass
+class Plan:
+  """What will be read; made, and refused, before anything compiles."""
+
+  directory: epath.Path
+  step: int
+  restored: list[str]
+  fresh: list[str]
+  unused: list[str]
+  differs: list[str]
+
+  def __str__(self) -> str:
+    lines = [
+      f'init_from {self.directory}, step {self.step}: {len(self.restored)} leaves',
+      f'  fresh here: {_names(self.fresh)}',
+      f'  unused there: {_names(self.unused)}',
+    ]
+    if self.differs:
+      lines.append(f'  the trunk was trained with {"; ".join(self.differs)}')
+    return '\n'.join(lines)
+
+
+def plan(
+  config: Config,
+  abstract: dict,
+  tokenizer: Tokenizer,
+  conventions: dict[str, Any],
+  trunk: Any,
+) -> Plan:
+  """Compares names, shapes, dtypes, tokenizers and conventions.
+
+  Args:
+    abstract: this run's parameters, from `model.init`.
+    conventions: this run's, from `config.conventions`.
+    trunk: this run's trunk.Config.
+
+  Raises:
+    ConfigError: what differs, by name.
+    CheckpointError: there is none.
+  """
+  directory, step = _find(config.checkpoint)
+  record = checkpoint.read_record(directory, step)
+  metadata = record['metadata']
+  field, value = 'init_from.checkpoint', config.checkpoint
+  if metadata['tokenizer_fingerprint'] != tokenizer.fingerprint:
+    raise ConfigError(
+      field,
+      value,
+      'has another tokenizer, so its ids mean other text',
+      'train with that tokenizer, or without init_from',
+    )
+  have = {
+    name.removeprefix('params/'): f'{leaf["dtype"]}{leaf["shape"]}'
+    for name, leaf in record['leaves'].items()
+    if name.startswith('params/')
+  }
+  want = {
+    name: f'{x.dtype}{list(x.shape)}'
+    for name, x in flatten_dict(abstract, sep='/').items()
+  }
+  for pattern in config.fresh:
+    if not fnmatch.filter(want, pattern):
+      fix = fields.suggest(pattern, _prefixes(want))
+      raise ConfigError('init_from.fresh', pattern, 'matches no parameter', fix)
+  fresh = {n for p in config.fresh for n in fnmatch.filter(want, p)}
+  restored = [name for name in want if name in have and name not in fresh]
+  if differing := [n for n in restored if want[n] != have[n]]:
+    shown = ', '.join(
+      f'{n} {have[n]} there, {want[n]} here' for n in differing[:_SHOWN]
+    )
+    raise ConfigError(
+      field,
+      value,
+      f'does not fit: {shown}',
+      'change the config, or name them in init_from.fresh',
+    )
+  if not restored:
+    fix = f'it has {_names(have)}'
+    raise ConfigError(field, value, 'has nothing of this model', fix)
+  _check_conventions(field, value, restored, metadata['conventions'], conventions)
+  saved = fields.from_json(metadata['config']).trunk  # pyright: ignore
+  differs = [
+    f'{f.name}={getattr(saved, f.name)!r}, not {getattr(trunk, f.name)!r}'
+    for f in dataclasses.fields(trunk)
+    if f.name not in ('remat', 'dtype', 'layers')
+    and getattr(saved, f.name) != getattr(trunk, f.name)
+  ]
+  return Plan(
+    directory,
+    record['step'],
+    restored,
+    [name for name in want if name not in restored],
+    [name for name in have if name not in restored],
+    differs,
+  )
+
+
+def load(plan: Plan, params: dict) -> dict:
+  """The parameters, those of the plan replaced by the checkpoint's."""
+  flat = flatten_dict(params, sep='/')
+  wanted = {
+    name: jax.ShapeDtypeStruct(
+      flat[name].shape, flat[name].dtype, sharding=flat[name].sharding
+    )
+    for name in plan.restored
+  }
+  found = checkpoint.Checkpoints(plan.directory).restore_params(
+    unflatten_dict(wanted, sep='/'), plan.step, subset=True
+  )
+  return unflatten_dict({**flat, **flatten_dict(found.state, sep='/')}, sep='/')
+
+
+def _find(path: str) -> tuple[epath.Path, int | None]:
+  given = epath.Path(path).expanduser()
+  if given.name.isdigit() and (given.parent / given.name).is_dir():
+    return given.parent, int(given.name)
+  return checkpoint.find(path), None
+
+
+def _check_conventions(field, value, restored: list[str], there: dict, here: dict):
+  """A drafter of other choices has the same shapes, and would be silently wrong."""
+  parts = {n.split('/')[1] for n in restored if n.startswith('objectives/')}
+  for part in sorted(parts):
+    old, new = (
+      c if part == 'drafter' else c['objectives'].get(part, {}) for c in (there, here)
+    )
+    for name in new:
+      # A shared module may go on to more depths than it was trained for.
+      if name in ('objectives', 'depth', 'modules'):
+        continue
+      if old.get(name) != new[name]:
+        raise ConfigError(
+          field,
+          value,
+          f'has a {part} with {name}={old.get(name)!r}, not {new[name]!r}',
+          f"use the same, or init_from.fresh=('objectives/{part}/*',)",
+        )
+
+
+def _prefixes(names: Iterable[str]) -> list[str]:
+  parts = {n.rpartition('/')[0] for n in names}
+  return sorted(
+    {f'{p}/*' for p in parts if p} | {f'{p.split("/")[0]}/*' for p in parts}
+  )
+
+
+def _names(names: Iterable[str]) -> str:
+  names = list(names)
+  more = f' and {len(names) - _SHOWN} more' if names[_SHOWN:] else ''
+  return (', '.join(names[:_SHOWN]) or 'nothing') + more
