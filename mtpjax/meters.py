@@ -75,7 +75,7 @@ class Clock:
       self._spent[kind] += time.monotonic() - began
 
   @contextlib.contextmanager
-  def waiting(self, ahead: jax.Array | None) -> Iterator[None]:
+  def waiting(self, ahead: Any) -> Iterator[None]:
     """For data. It costs nothing while the device still computes `ahead`."""
     began = time.monotonic()
     yield

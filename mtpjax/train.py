@@ -6,6 +6,7 @@ The same command again goes on from the newest checkpoint. SIGTERM and Ctrl-C sa
 step under way first.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -67,7 +68,7 @@ class Run:
   data: batches.Data
   directory: Path
   saved: Checkpoints
-  best: Checkpoints  # that of the lowest held-out loss
+  best: Checkpoints | None  # that of the lowest held-out loss
   clock: meters.Clock
   meter: meters.Training
   rows: batches.TrainBatches
@@ -129,7 +130,10 @@ def begin(config: configs.Config) -> Run:
     )
   directory = workdir.claim(_WORKDIR.value or f'runs/{config.name}', config)
   metadata = workdir.metadata(config, data.tokenizer)
-  one = checkpoint.Config(every=1, keep=1)
+  best = None
+  if config.evaluation.every is not None and config.evaluation.keep_best:
+    one = checkpoint.Config(every=1, keep=1)
+    best = Checkpoints(directory / 'best', one, metadata)
   init_state = functools.partial(
     step.init_state, config=config.optimizer, freeze_trunk=config.freeze_trunk
   )
@@ -138,7 +142,7 @@ def begin(config: configs.Config) -> Run:
     data,
     directory,
     saved=Checkpoints(directory / 'checkpoints', config.checkpoint, metadata),
-    best=Checkpoints(directory / 'best', one, metadata),
+    best=best,
     clock=clock,
     meter=meters.Training(config.guard),
     rows=batches.TrainBatches(
@@ -172,7 +176,8 @@ def begin(config: configs.Config) -> Run:
       say(str(plan))
       params = init_from.load(plan, params)
     run.state = jax.jit(init_state)(params)
-  run.best.forget_after(run.done)
+  if best is not None:
+    best.forget_after(run.done)
   parameters = sum(x.size for x in jax.tree.leaves(run.state['params']))
   say(f'{config.name}: {parameters:,} parameters, {data}, in {directory}')
   say('compiling the train and evaluation steps …')
@@ -191,7 +196,7 @@ def train(run: Run, signals: list[int]) -> int | None:
   start = run.done if run.resumed else None
   with (
     run.saved,
-    run.best,
+    run.best or contextlib.nullcontext(),
     metrics.Writer(run.directory, start, config.wandb) as writer,
     terminal.Progress(config.steps, run.done, every=config.log_every) as progress,
     meters.Trace(run.directory / 'profile', config.profile) as trace,
@@ -237,7 +242,7 @@ def train(run: Run, signals: list[int]) -> int | None:
         say(f'step {run.done}, held out: {heldout.brief(found)}')
         if found['loss'] is not None and found['loss'] < run.lowest:
           run.lowest = found['loss']
-          if config.evaluation.keep_best:
+          if run.best is not None:
             with clock('checkpoint'):
               run.best.save(run.done, run.state, run.position())
       if saving:
@@ -261,7 +266,8 @@ def go_back(run: Run, error: meters.TrainingError, times: int) -> None:
   run.state, run.done = sound.state, sound.step
   run.meter.set_state(sound.data_state['meter'])
   run.clock.go_back(sound.data_state['clock'])
-  run.best.forget_after(run.done)
+  if run.best is not None:
+    run.best.forget_after(run.done)
 
 
 def finish(run: Run) -> None:

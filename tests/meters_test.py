@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from mtpjax import losses, meters
+from mtpjax import fields, losses, meters
 
 
 def step_metrics(rng, loss=None, grad_norm=None):
@@ -89,7 +89,8 @@ def test_a_state_carries_the_steps_since_the_last_line_exactly():
     for meter in (straight, after)
   ]
   assert lines[0] == lines[1]
-  assert straight.get_state() == {}
+  assert straight.get_state()['line'] == {}
+  assert straight.get_state() == after.get_state()
 
 
 def test_a_depth_without_targets_is_not_measured_and_spoils_nothing():
@@ -138,3 +139,189 @@ def test_throughput_counts_from_the_start_to_the_last_step(monkeypatch):
   assert meter.flush()['tokens_per_second'] == 100 / 1  # since the line before
   now['t'] = 1000.0  # an evaluation is no training
   assert meter.tokens_per_second == 500 / 9
+
+
+# ------------------------------------------------------------------------ the guard
+
+
+def losses_until_it_stops(guard, values, skipped=()):
+  """The step at which these losses stop a run, None if they do not."""
+  meter, rng = meters.Training(guard), np.random.default_rng(6)
+  for n, value in enumerate(values, 1):
+    out = step_metrics(rng, loss=value)
+    if skipped:
+      out['skipped'] = np.float32(n in skipped)
+    try:
+      meter.add(n, out, tokens=1)
+    except meters.TrainingError as error:
+      return n, str(error)
+    meter = restarted(meter, guard)  # what it remembers survives a restart at any step
+  return None
+
+
+def restarted(meter, guard):
+  again = meters.Training(guard)
+  again.set_state(json.loads(json.dumps(meter.get_state())))
+  return again
+
+
+def diverges_at(values, above, patience):
+  """By definition, with all losses at hand."""
+  smooth, low, high = [], math.inf, 0
+  for n, value in enumerate(values, 1):
+    smooth.append(value if not smooth else 0.9 * smooth[-1] + 0.1 * value)
+    low = min(smooth)
+    high = high + 1 if smooth[-1] > low + above else 0
+    if high == patience:
+      return n
+  return None
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_a_loss_far_above_its_lowest_for_long_stops_at_its_step(seed):
+  rng = np.random.default_rng(seed)
+  values = [*rng.uniform(1, 2, 20), *rng.uniform(3, 9, 25)]
+  guard = meters.Guard(above=1.5, patience=6)
+  want = diverges_at(np.float32(values).astype(float), 1.5, 6)
+  assert want is not None
+  step, said = losses_until_it_stops(guard, values)
+  assert step == want
+  assert f'step {want}:' in said and 'guard.above' in said
+  assert losses_until_it_stops(meters.Guard(above=None), values) is None
+
+
+def test_a_short_peak_and_a_high_start_stop_nothing():
+  guard = meters.Guard(above=1.0, patience=5)
+  peak = [9.0, 5.0, *[2.0] * 30, *[30.0] * 1, *[2.0] * 20]
+  assert diverges_at(peak, 1.0, 5) is not None  # one such peak is smoothed too slowly
+  calm = [9.0, 5.0, *[2.0] * 30, *[8.0] * 1, *[2.0] * 20]
+  assert diverges_at(calm, 1.0, 5) is None
+  assert losses_until_it_stops(guard, calm) is None
+
+
+def test_skipped_steps_are_counted_left_out_of_means_and_only_many_in_a_row_stop():
+  guard = meters.Guard(patience=3)
+  values = [1.0, math.nan, math.nan, 1.0, math.nan, math.nan, math.nan]
+  step, said = losses_until_it_stops(guard, values, skipped={2, 3, 5, 6, 7})
+  assert step == 7 and '3 steps in a row' in said
+  meter, rng = meters.Training(guard), np.random.default_rng(7)
+  steps = [step_metrics(rng, loss=x) for x in (1.0, math.nan, 3.0)]
+  for n, out in enumerate(steps):
+    out['skipped'] = np.float32(n == 1)
+    line = meter.add(n, out, tokens=10)
+  assert line['skipped'] == 1
+  del line['skipped']
+  assert_line_is_of(line, [steps[0], steps[2]])
+
+
+@pytest.mark.parametrize(
+  ('field', 'value'),
+  [('above', 0.0), ('above', -1.0), ('patience', 0), ('rollbacks', -1)],
+)
+def test_a_guard_that_makes_no_sense_is_refused(field, value):
+  with pytest.raises(fields.ConfigError, match=rf'guard\.{field} = {value}'):
+    meters.Guard(**{field: value}).finalize()
+
+
+# ------------------------------------------------------------------------ the clock
+
+
+@pytest.fixture
+def now(monkeypatch):
+  clock = {'t': 100.0}
+  monkeypatch.setattr(meters.time, 'monotonic', lambda: clock['t'])
+  return clock
+
+
+def spend(clock, now, kind, seconds):
+  with clock(kind):
+    now['t'] += seconds
+
+
+def test_every_second_is_of_one_kind(now):
+  clock = meters.Clock()
+  now['t'] += 2
+  spend(clock, now, 'compile', 30)
+  clock.training_begins()
+  for _ in range(4):
+    now['t'] += 10
+    spend(clock, now, 'checkpoint', 1)
+  spend(clock, now, 'evaluation', 5)
+  assert clock.summary() == {
+    'seconds': 81.0,
+    'lives': 1,
+    'goodput': {
+      'share': 40 / 81,
+      **{'productive': 40.0, 'compile': 30.0, 'checkpoint': 4.0, 'input': 0.0},
+      **{'evaluation': 5.0, 'restart': 2.0},
+    },
+  }
+
+
+def test_a_restarted_run_adds_up_and_counts_what_it_has_to_do_again(now):
+  clock = meters.Clock()
+  spend(clock, now, 'compile', 10)
+  clock.training_begins()
+  now['t'] += 50
+  state = json.loads(json.dumps(clock.get_state(steps=25)))
+  again = meters.Clock()
+  again.set_state(state, redone=3)
+  now['t'] += 4
+  spend(again, now, 'compile', 10)
+  again.training_begins()
+  now['t'] += 20
+  found = again.summary()
+  assert found['lives'] == 2
+  assert found['goodput']['productive'] == 70.0
+  assert found['goodput']['compile'] == 20.0
+  assert found['goodput']['restart'] == 4.0 + 3 * 50 / 25
+  assert found['seconds'] == 60 + 34 + 6
+
+
+def test_going_back_turns_what_was_productive_since_into_a_restart(now):
+  clock = meters.Clock()
+  clock.training_begins()
+  now['t'] += 30
+  state = clock.get_state(steps=10)
+  now['t'] += 12
+  clock.go_back(state)
+  now['t'] += 5
+  found = clock.summary()['goodput']
+  assert found['productive'] == 35.0 and found['restart'] == 12.0
+
+
+class Computed:
+  def __init__(self, ready):
+    self.is_ready = lambda: ready
+
+
+def test_waiting_for_data_costs_only_what_the_device_is_idle(now):
+  clock = meters.Clock()
+  clock.training_begins()
+  for ahead, seconds in ((Computed(False), 8), (Computed(True), 3), (None, 2)):
+    with clock.waiting(ahead):
+      now['t'] += seconds
+  assert clock.seconds()['input'] == 5.0 and clock.seconds()['productive'] == 8.0
+  assert clock.waits() == {'waits_for_data': '38%'}
+  now['t'] += 100
+  assert clock.waits() == {}
+
+
+def test_a_trace_covers_the_steps_asked_for(monkeypatch, tmp_path):
+  said = []
+  monkeypatch.setattr(
+    meters.jax.profiler, 'start_trace', lambda path: said.append(path)
+  )
+  monkeypatch.setattr(meters.jax.profiler, 'stop_trace', lambda: said.append('stop'))
+  for span, steps, want in (
+    ((3, 2), range(1, 7), [1, 2, 'start', 3, 4, 'stop', 5, 6]),
+    ((3, 9), range(1, 6), [1, 2, 'start', 3, 4, 5, 'stop']),  # the run ends first
+    ((), range(1, 4), [1, 2, 3]),
+    ((3, 2), range(7, 9), [7, 8]),  # resumed past it
+  ):
+    said.clear()
+    with meters.Trace(tmp_path, span) as trace:
+      for n in steps:
+        trace.at(n)
+        said.append(n)
+    assert ['start' if x == str(tmp_path) else x for x in said] == want

@@ -1,5 +1,6 @@
 """Synthetic tasks: every example read as a person would, and answered by search."""
 
+import itertools
 import json
 
 import numpy as np
@@ -80,7 +81,7 @@ def test_a_name_once_mentioned_says_what_follows(sizes):
     assert 0 <= min(row) and max(row) < vocabulary
     assert answer == len(row) - 1
     first, second = row[-2:]
-    followers = [b for a, b in zip(row[:-2], row[1:-1], strict=True) if a == first]
+    followers = [b for a, b in itertools.pairwise(row[:-1]) if a == first]
     # The only thing that ever followed its first token, at least once before.
     assert followers and set(followers) == {second}
   again = task.examples(np.arange(300), seed=3)
