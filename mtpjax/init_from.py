@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -162,9 +163,11 @@ def _check_conventions(field, value, restored: list[str], there: dict, here: dic
     old, new = (
       c if part == 'drafter' else c['objectives'].get(part, {}) for c in (there, here)
     )
+    new = json.loads(json.dumps(new))  # tuples are lists in a checkpoint
     for name in new:
-      # A shared module may go on to more depths than it was trained for.
-      if name in ('objectives', 'depth', 'modules'):
+      # A shared module may go on to more depths than it was trained for, and `detach`
+      # says only how it was trained.
+      if name in ('objectives', 'depth', 'modules', 'detach'):
         continue
       if old.get(name) != new[name]:
         raise ConfigError(
