@@ -77,6 +77,11 @@ def transformation(config: OptimizerConfig) -> optax.GradientTransformation:
   )
 
 
+def evaluated(state: TrainState) -> dict:
+  """The parameters to evaluate and sample with."""
+  return state['params']
+
+
 def split_frozen(params: dict, freeze_trunk: bool) -> tuple[dict, dict]:
   """(trainable, frozen) parts of the parameters, by their top-level names."""
   frozen = {'trunk': params['trunk']} if freeze_trunk else {}

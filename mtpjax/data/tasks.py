@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Int, Integer, Shaped, UInt64
 
-from mtpjax.data.sources import DataError, Split
+from mtpjax.data.sources import Counts, DataError, Split
 from mtpjax.data.words import Words
 
 ENDLESS = 2**31 - 1  # rows of a training split: more than a run reads
@@ -36,14 +36,12 @@ class Examples:
 
 @runtime_checkable
 class Task(Protocol):
-  """What `batches.Config.source` may be beside a source of documents."""
+  """What `TaskRows` knows of a task."""
 
   heldout: int
 
   @property
   def size(self) -> int: ...
-
-  def tokenizer(self) -> Words: ...
 
   def check(self) -> None: ...
 
@@ -81,6 +79,12 @@ class PathStar:
 
   def tokenizer(self) -> Words:
     return Words((*map(str, range(self.labels)), '|', '/', '='))
+
+  def rows(
+    self, split: Split, length: int, seed: int, together: bool, counts: Counts
+  ) -> TaskRows:
+    """One split, see `open_rows`."""
+    return open_rows(self, length, split, seed, together)
 
   def check(self) -> None:
     """Raises DataError, naming the field and a value that works."""
@@ -153,6 +157,12 @@ class Induction:
   def tokenizer(self) -> Words:
     return Words(tuple(f'w{n}' for n in range(self.words)))
 
+  def rows(
+    self, split: Split, length: int, seed: int, together: bool, counts: Counts
+  ) -> TaskRows:
+    """One split, see `open_rows`."""
+    return open_rows(self, length, split, seed, together)
+
   def check(self) -> None:
     """Raises DataError, naming the field and a value that works."""
     for name, least in (('names', 1), ('gap', 0), ('heldout', 0)):
@@ -192,27 +202,24 @@ class Induction:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TaskRows:
-  """Rows of a task: as many whole examples as fit in `length`, side by side."""
+  """Rows of a task: whole examples side by side, `each` a row, `count` rows."""
 
   task: Task
   length: int
   seed: int
-  count: int  # rows
+  each: int
+  count: int
 
   @property
   def domains(self) -> dict[str, tuple[int, int]]:
     return {'': (0, self.count)}
-
-  @property
-  def _each(self) -> int:
-    return self.length // self.task.size
 
   def __len__(self) -> int:
     return self.count
 
   def fingerprint(self) -> int:
     """31 bits that change with the task, the seed or the layout."""
-    return zlib.crc32(repr((self.task, self.length, self.seed)).encode()) >> 1
+    return zlib.crc32(repr(self).encode()) >> 1
 
   def row(self, index: int) -> dict[str, Shaped[np.ndarray, ' T']]:
     """Row `index`, as `rows` gives it."""
@@ -225,7 +232,7 @@ class TaskRows:
     indices = np.asarray(indices, np.int64)
     if indices.size and not 0 <= indices.min() <= indices.max() < self.count:
       raise IndexError(f'rows {indices} of {self.count}')
-    each, T = self._each, self.task.size
+    each, T = self.each, self.task.size
     index_N = (indices[:, None] * each + np.arange(each)).reshape(-1)
     made = self.task.examples(index_N, self.seed)
     shape = (len(indices) if size is None else size, self.length)
@@ -247,20 +254,27 @@ class TaskRows:
 
   def problems(self, count: int) -> Examples:
     """The first so many examples, fewer if there are fewer."""
-    return self.task.examples(np.arange(min(count, self.count * self._each)), self.seed)
+    return self.task.examples(np.arange(min(count, self.count * self.each)), self.seed)
 
 
-def open_rows(task: Task, length: int, split: Split, seed: int) -> TaskRows:
-  """One split. Raises DataError where the task's fields or `length` do not fit."""
+def open_rows(
+  task: Task, length: int, split: Split, seed: int, together: bool = True
+) -> TaskRows:
+  """One split, as many examples a row as fit, or one if not `together`.
+
+  Raises:
+    DataError: the task's fields or `length` do not fit.
+  """
   task.check()
   if task.size > length:
     raise DataError(
       f'data.length={length}: an example of {type(task).__name__} has {task.size} '
       'tokens; use at least as many'
     )
+  each = length // task.size if together else 1
   if split == 'train':
-    return TaskRows(task, length, seed + 1, ENDLESS)
-  return TaskRows(task, length, 0, -(-task.heldout // (length // task.size)))
+    return TaskRows(task, length, seed + 1, each, ENDLESS)
+  return TaskRows(task, length, 0, each, -(-task.heldout // each))
 
 
 def draws(
