@@ -75,8 +75,8 @@ class Run:
   graphdef: Any
   abstract_state: Any
   state: Any
-  done: int  # steps
-  resumed: bool
+  done: int = 0  # steps
+  resumed_at: int | None = None
   lowest: float = math.inf  # held-out loss so far
   train_step: Any = None
   eval_step: Any = None
@@ -157,11 +157,10 @@ def begin(config: configs.Config) -> Run:
     graphdef=graphdef,
     abstract_state=jax.eval_shape(init_state, abstract),
     state=None,
-    done=0,
-    resumed=False,
   )
   if restored := run.saved.restore(run.abstract_state):
-    run.state, run.done, run.resumed = restored.state, restored.step, True
+    run.state, run.done = restored.state, restored.step
+    run.resumed_at = run.done
     position = restored.data_state
     run.rows.set_state(position['rows'])
     run.meter.set_state(position['meter'])
@@ -193,11 +192,10 @@ def begin(config: configs.Config) -> Run:
 def train(run: Run, signals: list[int]) -> int | None:
   """All steps that are left; an exit code if a signal ended them early."""
   config, clock = run.config, run.clock
-  start = run.done if run.resumed else None
   with (
     run.saved,
     run.best or contextlib.nullcontext(),
-    metrics.Writer(run.directory, start, config.wandb) as writer,
+    metrics.Writer(run.directory, run.resumed_at, config.wandb) as writer,
     terminal.Progress(config.steps, run.done, every=config.log_every) as progress,
     meters.Trace(run.directory / 'profile', config.profile) as trace,
   ):
@@ -289,12 +287,14 @@ def finish(run: Run) -> None:
     'train_loss_by_depth': trained[-1]['loss_by_depth'] if trained else None,
     'best_heldout_loss': run.lowest if math.isfinite(run.lowest) else None,
     'steps': config.steps,
+    'resumed_at': run.resumed_at,
     'skipped_steps': run.meter.skipped,
     'tokens_per_second': run.meter.tokens_per_second,
     'parameters': sum(x.size for x in jax.tree.leaves(run.state['params'])),
     'mtp': configs.conventions(config),
     'conditions': {**metrics.conditions(), 'mesh': mesh.axis_sizes()},
     **run.clock.summary(),
+    'compile_seconds': run.clock.seconds()['compile'],
   }
   if first:
     figures.loss_figure(lines, directory / 'loss.png')

@@ -134,7 +134,7 @@ def test_another_tokenizer_is_refused(run):
 def test_another_size_names_the_leaves_and_the_way_out(run):
   with pytest.raises(fields.ConfigError, match=r'gain_ffn float32\[2, 16\] there'):
     plan(run[0], settings(None, width=32))
-  with pytest.raises(fields.ConfigError, match='init_from.fresh'):
+  with pytest.raises(fields.ConfigError, match='init_from[.]fresh'):
     plan(run[0], settings(None, layers=3))
 
 

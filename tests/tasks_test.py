@@ -75,10 +75,10 @@ def test_a_name_once_mentioned_says_what_follows(sizes):
   task = tasks.Induction(*sizes)
   task.check()
   made = task.examples(np.arange(300), seed=3)
-  names, mentions, gap, vocabulary = sizes
+  _, mentions, gap, vocabulary = sizes
   assert made.tokens.shape == (300, mentions * (2 + gap)) and made.mask.all()
   for row, answer in zip(made.tokens.tolist(), made.answer, strict=True):
-    assert 0 <= min(row) and max(row) < vocabulary
+    assert min(row) >= 0 and max(row) < vocabulary
     assert answer == len(row) - 1
     first, second = row[-2:]
     followers = [b for a, b in itertools.pairwise(row[:-1]) if a == first]
