@@ -25,8 +25,9 @@ class Answers:
     self._graphdef = graphdef
     self._decoder: generate.Decoder | None = None
     whole = mesh.axis_size('context') == 1  # a decode has no time to split
-    has = count and whole and isinstance(rows, tasks.TaskRows)
-    self._problems = rows.problems(count) if has else None
+    self._problems: tasks.Examples | None = None
+    if count and whole and isinstance(rows, tasks.TaskRows):
+      self._problems = rows.problems(count)
 
   def measure(self, params: Any) -> dict[str, Any]:
     """exact_match: share of the problems whose every answer token is right; problems:

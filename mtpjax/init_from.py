@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from etils import epath
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax import traverse_util
 
 from mtpjax import checkpoint, fields
 from mtpjax.data.tokenizer import Tokenizer
@@ -93,10 +93,7 @@ def plan(
     for name, leaf in record['leaves'].items()
     if name.startswith('params/')
   }
-  want = {
-    name: f'{x.dtype}{list(x.shape)}'
-    for name, x in flatten_dict(abstract, sep='/').items()
-  }
+  want = {name: f'{x.dtype}{list(x.shape)}' for name, x in _flat(abstract).items()}
   for pattern in config.fresh:
     if not fnmatch.filter(want, pattern):
       fix = fields.suggest(pattern, _prefixes(want))
@@ -136,7 +133,7 @@ def plan(
 
 def load(plan: Plan, params: dict) -> dict:
   """The parameters, those of the plan replaced by the checkpoint's."""
-  flat = flatten_dict(params, sep='/')
+  flat = _flat(params)
   wanted = {
     name: jax.ShapeDtypeStruct(
       flat[name].shape, flat[name].dtype, sharding=flat[name].sharding
@@ -144,9 +141,13 @@ def load(plan: Plan, params: dict) -> dict:
     for name in plan.restored
   }
   found = checkpoint.Checkpoints(plan.directory).restore_params(
-    unflatten_dict(wanted, sep='/'), plan.step, subset=True
+    traverse_util.unflatten_dict(wanted, sep='/'), plan.step, subset=True
   )
-  return unflatten_dict({**flat, **flatten_dict(found.state, sep='/')}, sep='/')
+  return traverse_util.unflatten_dict({**flat, **_flat(found.state)}, sep='/')
+
+
+def _flat(tree: dict) -> dict[str, Any]:
+  return traverse_util.flatten_dict(tree, sep='/')
 
 
 def _find(path: str) -> tuple[epath.Path, int | None]:

@@ -62,8 +62,8 @@ class Clock:
   def __init__(self):
     self._began = time.monotonic()
     self._training: float | None = None  # when it began
-    self._past = dict.fromkeys(('productive', *self.KINDS), 0.0)
-    self._spent = dict.fromkeys(self.KINDS, 0.0)
+    self._past: dict[str, float] = {'productive': 0.0, **dict.fromkeys(self.KINDS, 0.0)}
+    self._spent: dict[str, float] = {**dict.fromkeys(self.KINDS, 0.0)}
     self._lives = 1
 
   @contextlib.contextmanager

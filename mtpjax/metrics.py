@@ -139,7 +139,7 @@ class Writer:
     self._workdir.mkdir(parents=True, exist_ok=True)
     self._open(resume_step)
     if project:
-      import wandb  # slow, and an extra
+      import wandb  # pyright: ignore[reportMissingImports]  # slow, and an extra
 
       name = self._workdir.resolve().name
       self._run = wandb.init(

@@ -145,7 +145,7 @@ def test_throughput_counts_from_the_start_to_the_last_step(monkeypatch):
 
 
 def losses_until_it_stops(guard, values, skipped=()):
-  """The step at which these losses stop a run, None if they do not."""
+  """(step, message) at which these losses stop a run, (None, '') if they do not."""
   meter, rng = meters.Training(guard), np.random.default_rng(6)
   for n, value in enumerate(values, 1):
     out = step_metrics(rng, loss=value)
@@ -156,7 +156,7 @@ def losses_until_it_stops(guard, values, skipped=()):
     except meters.TrainingError as error:
       return n, str(error)
     meter = restarted(meter, guard)  # what it remembers survives a restart at any step
-  return None
+  return None, ''
 
 
 def restarted(meter, guard):
@@ -167,7 +167,8 @@ def restarted(meter, guard):
 
 def diverges_at(values, above, patience):
   """By definition, with all losses at hand."""
-  smooth, low, high = [], math.inf, 0
+  smooth: list[float] = []
+  low, high = math.inf, 0
   for n, value in enumerate(values, 1):
     smooth.append(value if not smooth else 0.9 * smooth[-1] + 0.1 * value)
     low = min(smooth)
@@ -182,12 +183,12 @@ def test_a_loss_far_above_its_lowest_for_long_stops_at_its_step(seed):
   rng = np.random.default_rng(seed)
   values = [*rng.uniform(1, 2, 20), *rng.uniform(3, 9, 25)]
   guard = meters.Guard(above=1.5, patience=6)
-  want = diverges_at(np.float32(values).astype(float), 1.5, 6)
+  want = diverges_at(np.asarray(values, np.float32).astype(float), 1.5, 6)
   assert want is not None
   step, said = losses_until_it_stops(guard, values)
   assert step == want
   assert f'step {want}:' in said and 'guard.above' in said
-  assert losses_until_it_stops(meters.Guard(above=None), values) is None
+  assert losses_until_it_stops(meters.Guard(above=None), values) == (None, '')
 
 
 def test_a_short_peak_and_a_high_start_stop_nothing():
@@ -196,7 +197,7 @@ def test_a_short_peak_and_a_high_start_stop_nothing():
   assert diverges_at(peak, 1.0, 5) is not None  # one such peak is smoothed too slowly
   calm = [9.0, 5.0, *[2.0] * 30, *[8.0] * 1, *[2.0] * 20]
   assert diverges_at(calm, 1.0, 5) is None
-  assert losses_until_it_stops(guard, calm) is None
+  assert losses_until_it_stops(guard, calm) == (None, '')
 
 
 def test_skipped_steps_are_counted_left_out_of_means_and_only_many_in_a_row_stop():

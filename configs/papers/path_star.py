@@ -22,6 +22,8 @@ def get_config(
   arg: Literal['ntp', 'parallel', 'sequential', 'order', 'bag', 'tiny'] = 'parallel',
 ) -> config.Config:
   task = tasks.PathStar(paths=2, length=3, labels=10)
+  if arg == 'tiny':
+    task.heldout = 64
   weight = schedules.Constant(1.0)
   c = config.Config(
     name=f'path-star-{arg}',
@@ -46,6 +48,5 @@ def get_config(
     c.objectives = (bag.Config(window=task.length, weight=weight),)
   if arg == 'tiny':
     c.steps, c.log_every, c.data.batch = 20, 5, 32
-    c.data.source.heldout = 64
     c.evaluation.every = c.checkpoint.every = 10
   return c

@@ -286,7 +286,7 @@ def draws(
   example, and no change with NumPy.
   """
   with np.errstate(over='ignore'):
-    start = _mix(np.asarray(index_N, np.uint64) + _mix(np.uint64([seed])))
+    start = _mix(np.asarray(index_N, np.uint64) + _mix(np.array([seed], np.uint64)))
     steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return _mix(start[:, None] + steps[None])
 

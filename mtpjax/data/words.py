@@ -40,7 +40,7 @@ class Words:
   def fingerprint(self) -> str:
     return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
-  @functools.cached_property
+  @property
   def bytes_per_token(self) -> Int32[np.ndarray, ' V']:
     """A word's UTF-8 bytes and the blank after it."""
     return np.array([len(w.encode()) + 1 for w in self.words], np.int32)
