@@ -15,16 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from probes import block_diffusion, kv_sharing, oracle, registers
+from probes import block_diffusion, kv_sharing, oracle
 
 from mtpjax import config as configs
 from mtpjax import losses, mesh, model, schedules, step
 from mtpjax.data import batches
 from mtpjax.drafters import sequential
-from mtpjax.fields import ConfigError
 from mtpjax.models import attention
 from mtpjax.models import trunk as trunks
-from mtpjax.objectives import bag, token_order
+from mtpjax.objectives import bag, registers, token_order
 
 V, B, T = 29, 4, 12
 LENGTHS = ((7, 5), (12,), (3, 1, 6), (4, 7))
@@ -441,13 +440,6 @@ def test_random_choices_are_split_into_microbatches_with_their_rows():
     )
   assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, abstract)
   assert sums['block_diffusion'].count.shape == (3,)
-
-
-def test_registers_need_a_spare_row_of_the_table():
-  trunk = trunks.Config(vocab=32, vocab_multiple=16)
-  trunk.finalize()
-  with pytest.raises(ConfigError, match='does not divide 32'):
-    registers.Config().finalize(trunk, 'registers')
 
 
 # ------------------------------------------------------------------------ one at a time
