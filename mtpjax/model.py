@@ -81,6 +81,10 @@ def depth_weights(
   for name, value in lambdas(model, fraction).items():
     config = model.objectives[name].config
     each = jnp.asarray(losses.depth_weights(config.depth, config.rho), dtype)
+    if config.curriculum is not None:
+      each = jnp.where(config.curriculum(fraction, config.depth), each, 0)
+      total = jnp.sum(each)
+      each = each / jnp.where(total > 0, total, 1)
     weights[name] = value.astype(dtype) * each
   return weights
 

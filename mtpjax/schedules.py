@@ -3,7 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mtpjax.fields import ConfigError
 
@@ -114,4 +114,61 @@ class WarmupCosine:
     if self.last > 1:
       raise ConfigError(
         f'{field}.last', self.last, 'is above the peak', 'it is a fraction of the peak'
+      )
+
+
+# Which depths are trained when (Aynetdinov & Akbik 2025, arXiv 2505.22757). Depths that
+# are off are still computed, with weight 0: nothing compiles anew when a stage begins.
+
+
+@dataclasses.dataclass
+class Forward:
+  """The next token alone at first, then one depth more at each of K equal steps.
+
+  By default K + 1 stages share the training, as in the paper.
+  """
+
+  full: float | None = None  # fraction from which all depths train; None: K / (K + 1)
+
+  def __call__(self, fraction: Float[Array, ''], depth: int) -> Bool[Array, ' K']:
+    """Which of the depths 1..K are trained at this fraction of training."""
+    return jnp.arange(depth) < _stage(fraction, depth, self.full)
+
+  def finalize(self, field: str) -> None:
+    _check_fraction(field, full=self.full)
+
+
+@dataclasses.dataclass
+class Reverse:
+  """All depths at first, then the farthest is dropped at each of K equal steps.
+
+  By default K + 1 stages share the training, as in the paper. What is dropped is no
+  longer trained, while the trunk moves on: a poor drafter is left.
+  """
+
+  alone: float | None = None  # fraction from which none trains; None: K / (K + 1)
+
+  def __call__(self, fraction: Float[Array, ''], depth: int) -> Bool[Array, ' K']:
+    """Which of the depths 1..K are trained at this fraction of training."""
+    return jnp.arange(depth) < depth - _stage(fraction, depth, self.alone)
+
+  def finalize(self, field: str) -> None:
+    _check_fraction(field, alone=self.alone)
+
+
+def _stage(fraction: Float[Array, ''], depth: int, end: float | None) -> Int[Array, '']:
+  """How many of `depth` equal steps are done; the last is at `end`."""
+  each = 1 / (depth + 1) if end is None else end / depth
+  steps = jnp.asarray([each * (k + 1) for k in range(depth)], fraction.dtype)
+  return jnp.sum(fraction >= steps)
+
+
+def _check_fraction(field: str, **values: float | None) -> None:
+  for name, value in values.items():
+    if value is not None and not 0 < value <= 1:
+      raise ConfigError(
+        f'{field}.{name}',
+        value,
+        'is no fraction of training',
+        'use more than 0 and at most 1, or None for equal stages',
       )

@@ -10,7 +10,7 @@ from probes import oracle
 from mtpjax import config as configs
 from mtpjax import heldout, mesh, model, step
 from mtpjax.data import batches, pack
-from mtpjax.drafters import sequential
+from mtpjax.drafters import parallel
 from mtpjax.models import trunk
 from mtpjax.objectives import bag, registers, token_order
 from mtpjax.sampling.filters import Settings
@@ -33,8 +33,8 @@ def settings(drafter, auxiliary=NAMES):
   return configs.finalize(
     configs.Config(
       data=batches.Config(length=12, batch=2, shards=2),
-      trunk=trunk.Config(vocab=V, width=16, layers=2, heads=2, ffn=32, remat='none'),
-      drafter=sequential.Config(depth=2) if drafter else None,
+      trunk=trunk.Config(vocab=V, width=16, layers=1, heads=2, ffn=32, remat='none'),
+      drafter=parallel.Config(depth=2, form='linear') if drafter else None,
       objectives=objectives,
     )
   )
