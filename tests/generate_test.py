@@ -57,7 +57,7 @@ def check_rows(out, settings, new, scores):
   """All 64 rows against the plain text and a replay of their scripts."""
   for b, own in enumerate(settings):
     wanted = new[b, : own.budget].tolist()
-    first = [wanted.index(t) for t in own.stop if t in wanted]
+    first = [wanted.index(t) for t in own.stop or () if t in wanted]
     end = min([own.budget, *(n + 1 for n in first)])
     assert out.lengths[b] == end
     assert out.finish_reason[b] == ('stop' if first else 'length')
