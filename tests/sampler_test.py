@@ -72,7 +72,9 @@ def test_a_text_ends_at_the_end_that_its_tokenizer_has(sampler):
     assert found[0].finish_reason == 'stop'
     assert found[0].tokens == plain.tokens[: first + 1]
     assert found[0].text == plain.text[:first]  # the end is no text
-  stops = [dataclasses.replace(SETTINGS, stop=stop) for stop in ((), plain.tokens[:1])]
+  stops = [
+    dataclasses.replace(SETTINGS, stop=stop) for stop in ((), (plain.tokens[0],))
+  ]
   one, _ = ending(prompts, stops[0])
   assert (one.tokens, one.text) == (plain.tokens, plain.text)
   one, _ = ending(prompts, stops[1])  # the only one then, and text
