@@ -62,13 +62,13 @@ class Predictions:
   Attributes:
     hidden: normalised, ready for the head, [K, B, T, D]; T may be any number of rows
       that divides over the mesh's 'context', the same as in the targets.
-    head: None is the trunk's.
+    head: None is the trunk's; a tuple has one for each depth.
     loss: see `losses.Loss`; None is cross-entropy to token ids.
     trains_head: whether this loss changes the head.
   """
 
   hidden: Float[Array, 'K B T D']
-  head: trunks.Head | None = None
+  head: trunks.Head | tuple[trunks.Head, ...] | None = None
   loss: losses.Loss | None = None
   trains_head: bool = True
 
@@ -131,6 +131,10 @@ class Objective(nnx.Module):
 
   def __init__(self, config: Config):
     self.config = config
+
+  def adopt(self, trunk: Trunk) -> None:
+    """Sets what starts as a copy of the trunk's; once the trunk is what training starts
+    from, fresh or loaded."""
 
   def prepare(self, batch: Batch, key: Key[Array, '']) -> Batch:
     """May insert tokens: returns a batch with other rows, masks and visibility."""
