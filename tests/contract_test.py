@@ -1,4 +1,4 @@
-"""Six objectives as unlike as can be, written against the contract alone.
+"""Objectives as unlike as can be, most of them written against the contract alone.
 
 They train side by side in one model, compiled once on one device and once on eight, and
 each is checked there; alone, too, where time allows.
@@ -20,7 +20,7 @@ from probes import block_diffusion, kv_sharing, oracle
 from mtpjax import config as configs
 from mtpjax import losses, mesh, model, schedules, step
 from mtpjax.data import batches
-from mtpjax.drafters import sequential
+from mtpjax.drafters import parallel, residual, sequential
 from mtpjax.models import attention
 from mtpjax.models import trunk as trunks
 from mtpjax.objectives import bag, registers, token_order
@@ -34,6 +34,8 @@ PROBES = {
   'kv_sharing': kv_sharing.Config(depth=2, rho=0.5, weight=WEIGHT),
   'token_order': token_order.Config(window=4, weight=WEIGHT),
   'bag': bag.Config(window=4, weight=WEIGHT),
+  'parallel': parallel.Config(depth=2, form='causal', weight=WEIGHT),
+  'residual': residual.Config(depth=2, form='medusa', rho=0.5, weight=WEIGHT),
   'registers': registers.Config(weight=WEIGHT),
 }
 OWN = [name for name in PROBES if name != 'registers']  # with parameters of their own
@@ -132,7 +134,9 @@ def look(graphdef, config, params, arrays, at):
     predicted = part.predict(whole.trunk, out, own, at, None)
     seen[name] = {'hidden': predicted.hidden, 'drawn': own.drawn}
     if predicted.head is not None:
-      seen[name]['w_VD'] = predicted.head.w_VD
+      own = isinstance(predicted.head, tuple)
+      heads = predicted.head if own else (predicted.head,) * len(predicted.hidden)
+      seen[name]['w_KVD'] = jnp.stack([head.w_VD for head in heads])
   return seen
 
 
@@ -199,7 +203,7 @@ def values_next(seen, log_p):
 
 
 def values_depths(seen, log_p):
-  """Sequential and KV-sharing: depth k at i predicts t[i+k+1]."""
+  """Of most: depth k at i predicts t[i+k+1]."""
   for b, i in np.ndindex(B, T):
     for d, token in next_tokens(b, i, 2, 3):
       yield d - 2, -log_p[d - 2, b, i, token]
@@ -251,6 +255,8 @@ VALUES = {
   'next': values_next,
   'sequential': values_depths,
   'kv_sharing': values_depths,
+  'parallel': values_depths,
+  'residual': values_depths,
   'block_diffusion': values_block_diffusion,
   'token_order': values_token_order,
   'bag': values_bag,
@@ -265,8 +271,9 @@ def means(run, name):
     seen['drawn'] = run.seen[name]['drawn']
   seen['positions'] = run.seen['batch'].rows.positions
   unembedding = run.states[0]['params']['trunk']['unembedding']
-  w_VD = seen.get('w_VD', np.asarray(unembedding, np.float64))
-  log_p = oracle.log_softmax(seen['hidden'], w_VD, V)
+  shared = [np.asarray(unembedding, np.float64)] * len(seen['hidden'])
+  pairs = zip(seen['hidden'], seen.get('w_KVD', shared), strict=True)
+  log_p = np.stack([oracle.log_softmax(h, w_VD, V) for h, w_VD in pairs])
   depth = PROBES[name].depth if name in PROBES else 1
   found = [[] for _ in range(depth)]
   for k, value in VALUES[name](seen, log_p):
