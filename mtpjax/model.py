@@ -147,30 +147,29 @@ def loss(
   total, found = jnp.zeros((), weights[NEXT].dtype), {n: [] for n in predicted}
   for names, k in calls:
     first = predicted[names[0]]
-    head = first.head[k] if isinstance(first.head, tuple) else first.head
-    each = [
-      _depth((predicted[n].hidden, targets[n], counts[n], weights[n]), k) for n in names
-    ]
-    depths = [len(hidden) for hidden, *_ in each]
+    own = first.head[k or 0] if isinstance(first.head, tuple) else first.head
+    hidden = [_depth(predicted[n].hidden, k) for n in names]
     part, part_sums = losses.fused(
-      _join([hidden for hidden, *_ in each]),
-      head or trunk.head(),
-      jax.tree.map(lambda *x: _join(x), *[own for _, own, *_ in each]),
-      _join([losses.normalised(*rest) for _, *rest in each]),
+      _join(hidden),
+      own or trunk.head(),
+      jax.tree.map(lambda *x: _join(x), *[_depth(targets[n], k) for n in names]),
+      _join(
+        [_depth(losses.normalised(targets[n], counts[n], weights[n]), k) for n in names]
+      ),
       first.loss or entropy,
       config.chunk_tokens,
       tuple(
         predicted[n].trains_head and not (freeze_trunk and predicted[n].head is None)
-        for n, K in zip(names, depths, strict=True)
-        for _ in range(K)
+        for n, h in zip(names, hidden, strict=True)
+        for _ in range(len(h))
       ),
     )
     total = total + part
     start = 0
-    for name, K in zip(names, depths, strict=True):
-      own = jax.tree.map(lambda x, a=start, b=start + K: x[a:b], part_sums)
-      found[name].append(own)
-      start += K
+    for name, h in zip(names, hidden, strict=True):
+      end = start + len(h)
+      found[name].append(jax.tree.map(lambda x, a=start, b=end: x[a:b], part_sums))
+      start = end
   joined = {n: jax.tree.map(lambda *x: _join(x), *own) for n, own in found.items()}
   return total, joined
 

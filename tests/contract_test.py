@@ -237,7 +237,9 @@ def values_bag(seen, log_p):
     if tokens:
       total = 0.0
       for v in range(V):
-        score = seen['w_VD'][v] @ seen['hidden'][0, b, i] + np.log(rate / (1 - rate))
+        score = seen['w_KVD'][0, v] @ seen['hidden'][0, b, i] + np.log(
+          rate / (1 - rate)
+        )
         p = 1 / (1 + np.exp(-score))
         total -= np.log(p if v in tokens else 1 - p)
       yield 0, total

@@ -54,7 +54,7 @@ class Forced(base.Drafter):
     self.right = nnx.Param(jnp.zeros((1, 1), jnp.int32))  # right drafts, by round
 
   def lay_out(self, params):
-    if 'inner' not in params:  # there is none, or it has no parameters
+    if self.inner is None or 'inner' not in params:  # it may have no parameters
       return params
     return {**params, 'inner': self.inner.lay_out(params['inner'])}
 
