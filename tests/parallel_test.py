@@ -313,4 +313,5 @@ def test_conventions_hold_every_option():
     *found,
     'weight',
     'rho',
+    'curriculum',
   }

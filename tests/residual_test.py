@@ -379,4 +379,4 @@ def test_conventions_say_what_is_read_and_hold_every_option():
     }
     assert expected.items() <= found.items()
     fields = {f.name for f in dataclasses.fields(config)}
-    assert fields <= {*found, 'weight', 'rho'}
+    assert fields <= {*found, 'weight', 'rho', 'curriculum'}
