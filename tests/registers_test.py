@@ -221,8 +221,11 @@ def test_senseless_registers_are_refused_by_their_field(changes, field, fix):
 def test_registers_need_a_spare_row_of_the_table():
   trunk = trunks.Config(vocab=32, vocab_multiple=16)
   registers.Config().finalize(trunks.Config(), 'f')  # a vocabulary not known yet
-  with pytest.raises(ConfigError, match='does not divide 32'):
+  with pytest.raises(ConfigError, match='does not divide 32, such as 24') as error:
     registers.Config().finalize(trunk, 'f')
+  assert error.value.field == 'trunk.vocab_multiple'
+  trunk.vocab_multiple = 24
+  registers.Config().finalize(trunk, 'f')
 
 
 def test_registers_of_registers_are_refused():

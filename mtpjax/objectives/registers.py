@@ -17,6 +17,7 @@ does not draft, and learns nothing on a frozen trunk.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -52,11 +53,13 @@ class Config(base.Config):
         f'{field}.farthest', self.farthest, 'is no token ahead', 'use at least 1'
       )
     if trunk.vocab is not None and trunk.padded_vocab == trunk.vocab:
+      more = trunk.vocab_multiple + max(trunk.vocab_multiple // 2, 1)
+      fits = next(n for n in itertools.count(more) if trunk.vocab % n)
       raise ConfigError(
         'trunk.vocab_multiple',
         trunk.vocab_multiple,
         'leaves no spare row for the register token',
-        f'use a number that does not divide {trunk.vocab}',
+        f'use a number that does not divide {trunk.vocab}, such as {fits}',
       )
 
   def build(self, trunk: trunks.Config, rngs: nnx.Rngs) -> Registers:
