@@ -10,7 +10,7 @@ paper's other heads. `:tiny` takes seconds.
 
 from typing import Literal
 
-from mtpjax import checkpoint, config, schedules, step
+from mtpjax import checkpoint, config, optimizers, schedules
 from mtpjax.data import batches, sources
 from mtpjax.drafters import parallel
 from mtpjax.models import trunk
@@ -31,7 +31,7 @@ def get_config(
     drafter=parallel.Config(
       depth=3, match_parameters=True, weight=schedules.Constant(3.0)
     ),
-    optimizer=step.OptimizerConfig(rate=schedules.WarmupCosine(peak=5e-3, warmup=100)),
+    optimizer=optimizers.AdamW(rate=schedules.WarmupCosine(peak=5e-3, warmup=100)),
     checkpoint=checkpoint.Config(every=250),
   )
   if arg in ('linear', 'causal', 'anticausal'):

@@ -75,7 +75,10 @@ def main(config: configs.Config) -> int:
     config.trunk, config.parts(), config.seed
   )
   init_state = functools.partial(
-    step.init_state, config=config.optimizer, freeze_trunk=config.freeze_trunk
+    step.init_state,
+    config=config.optimizer,
+    freeze_trunk=config.freeze_trunk,
+    tune=config.tune,
   )
   abstract_state = jax.eval_shape(init_state, abstract)
   rows = batches.TrainBatches(
@@ -145,7 +148,7 @@ def main(config: configs.Config) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     result = heldout.evaluate(
       eval_step,
-      state['params'],
+      step.evaluated(state),
       config,
       data.heldout,
       functools.partial(terminal.watch, total=heldout.count(config, data.heldout)),
@@ -175,7 +178,7 @@ def main(config: configs.Config) -> int:
   # --- What drafting is worth. Whatever fails here, the results above are written.
   say('decoding, plainly and with drafts …')
   drafted = acceptance.measure(
-    graphdef, state['params'], config.decode, data.heldout, data.tokenizer
+    graphdef, step.evaluated(state), config.decode, data.heldout, data.tokenizer
   )
   say(acceptance.table(drafted))
   if drafted and first:

@@ -18,7 +18,7 @@ from flax import nnx
 from probes import block_diffusion, kv_sharing, oracle
 
 from mtpjax import config as configs
-from mtpjax import losses, mesh, model, schedules, step
+from mtpjax import losses, mesh, model, optimizers, schedules, step
 from mtpjax.data import batches
 from mtpjax.drafters import parallel, residual, sequential
 from mtpjax.models import attention
@@ -58,7 +58,7 @@ def settings(names=tuple(PROBES), freeze_trunk=False, accumulate=1):
     objectives=tuple(copy.deepcopy(PROBES[name]) for name in names),
     freeze_trunk=freeze_trunk,
     loss=losses.Config(chunk_tokens=8),
-    optimizer=step.OptimizerConfig(
+    optimizer=optimizers.AdamW(
       rate=schedules.WarmupCosine(peak=1e-2, warmup=0),
       weight_decay=0.0,
       clip=None,
