@@ -14,7 +14,7 @@ a text by heart as well as the module does. `:tiny` takes seconds.
 from pathlib import Path
 from typing import Literal
 
-from mtpjax import acceptance, checkpoint, config, schedules, step
+from mtpjax import acceptance, checkpoint, config, optimizers, schedules
 from mtpjax.data import batches, sources, tokenizer
 from mtpjax.drafters import parallel, sequential
 from mtpjax.models import trunk
@@ -40,7 +40,7 @@ def get_config(
     ),
     trunk=trunk.Config(width=64, layers=2, heads=4, vocab_multiple=1, remat='none'),
     drafter=head if arg == 'parallel' else module,
-    optimizer=step.OptimizerConfig(
+    optimizer=optimizers.AdamW(
       rate=schedules.WarmupCosine(peak=3e-3, warmup=0, last=1.0)
     ),
     checkpoint=checkpoint.Config(every=100),

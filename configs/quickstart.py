@@ -10,7 +10,7 @@ and shows only that everything runs.
 
 from typing import Literal
 
-from mtpjax import checkpoint, config, schedules, step
+from mtpjax import checkpoint, config, optimizers, schedules
 from mtpjax.data import batches, sources
 from mtpjax.drafters import sequential
 from mtpjax.models import trunk
@@ -26,7 +26,7 @@ def get_config(arg: Literal['', 'tiny'] = '') -> config.Config:
     ),
     # One module, chained over three depths, as FastMTP trains it; λ as DeepSeek-V3.
     drafter=sequential.Config(depth=3, share=True, weight=schedules.Piecewise()),
-    optimizer=step.OptimizerConfig(rate=schedules.WarmupCosine(peak=5e-3, warmup=100)),
+    optimizer=optimizers.AdamW(rate=schedules.WarmupCosine(peak=5e-3, warmup=100)),
     checkpoint=checkpoint.Config(every=250),
   )
   if arg == 'tiny':

@@ -229,6 +229,7 @@ def _teacher(graphdef, params, texts: np.ndarray, K: int):
     drafter = model.objectives['drafter']
     predicted = drafter.predict(model.trunk, out, batch, jnp.int32(0), None)
     head = predicted.head or model.trunk.head()
+    head = head[:K] if isinstance(head, tuple) else head
 
     def at_position(hidden):  # one at a time: logits of all would fill the memory
       hidden_BD, hidden_KBD = hidden

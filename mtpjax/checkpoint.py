@@ -202,27 +202,26 @@ class Checkpoints(contextlib.AbstractContextManager):
       problem = f'cannot write checkpoints in {self.directory}: {_brief(error)}'
       raise CheckpointError(f'{problem}; choose another directory') from error
 
-  def restore(self, abstract_state: PyTree, step: int | None = None) -> Restored | None:
+  def restore(
+    self, abstract_state: PyTree, step: int | None = None, *, subset: bool = False
+  ) -> Restored | None:
     """The newest checkpoint that can be read, or the given one; None if there is none.
 
     The state comes in the shardings of `abstract_state`, on any mesh; those that
     `jax.eval_shape` gives are taken on the mesh of `jax.set_mesh`. A damaged step is
-    logged as an error and the next older one is tried, unless `step` is given.
+    logged as an error and the next older one is tried, unless `step` is given. With
+    `subset` it may hold more: a trunk is read out of one that has drafters too.
 
     Raises:
       CheckpointMismatchError: Tree, shapes or dtypes differ; names the leaves.
       CheckpointError: All are damaged, or the given step is missing or damaged.
     """
-    return self._restore(abstract_state, step, '', subset=False)
+    return self._restore(abstract_state, step, '', subset)
 
   def restore_params(
     self, abstract_params: PyTree, step: int | None = None, *, subset: bool = False
   ) -> Restored:
-    """As `restore`, of `state['params']` alone; no optimiser state is read.
-
-    With `subset` the checkpoint may hold more parameters than are asked for: a trunk
-    out of one that has drafters too. No checkpoint is a CheckpointError here.
-    """
+    """As `restore`, of `state['params']` alone; without any, a CheckpointError."""
     if restored := self._restore(abstract_params, step, 'params/', subset):
       return restored
     raise _nothing_found(self.directory)

@@ -8,7 +8,18 @@ import math
 
 import jax
 
-from mtpjax import acceptance, checkpoint, fields, heldout, losses, mesh, meters, step
+from mtpjax import (
+  acceptance,
+  checkpoint,
+  fields,
+  heldout,
+  losses,
+  mesh,
+  meters,
+  model,
+  optimizers,
+  tuning,
+)
 from mtpjax import init_from as transfer
 from mtpjax.data import batches
 from mtpjax.drafters import base
@@ -29,10 +40,11 @@ class Config:
   drafter: base.Config | None = None  # at most one; None is plain pretraining
   objectives: tuple[base.Config, ...] = ()  # further ones, which need not draft
   freeze_trunk: bool = False  # only the objectives train
+  tune: tuple[str, ...] = ()  # patterns of what trains, see `tuning`; () is everything
   init_from: transfer.Config | None = None  # parameters of another run to begin with
   loss: losses.Config = dataclasses.field(default_factory=losses.Config)
-  optimizer: step.OptimizerConfig = dataclasses.field(
-    default_factory=step.OptimizerConfig
+  optimizer: optimizers.AdamW | optimizers.Muon = dataclasses.field(
+    default_factory=optimizers.AdamW
   )
   mesh: mesh.Config = dataclasses.field(default_factory=mesh.Config)
   checkpoint: checkpoint.Config = dataclasses.field(
@@ -102,6 +114,9 @@ def finalize(config: Config, vocab: int | None = None) -> Config:
   config.data.validate()
   _check_mesh(config)
   _check_dtype(config.trunk)
+  by_name = config.tune or isinstance(config.optimizer, optimizers.Muon)
+  if by_name and config.trunk.vocab is not None:
+    _check_names(config)
   return config
 
 
@@ -163,6 +178,14 @@ def _check_dtype(sizes: trunk.Config) -> None:
       raise ConfigError(
         f'trunk.{field}', 'float64', 'is off in JAX', 'set JAX_ENABLE_X64=1'
       )
+
+
+def _check_names(config: Config) -> None:
+  """What is said of parameters by name must fit those that there are."""
+  _, params, _ = model.init(config.trunk, config.parts(), 0)
+  selection = tuning.select(params, config.freeze_trunk, config.tune)
+  own, _ = tuning.split(params, selection)
+  jax.eval_shape(config.optimizer.build().init, own)
 
 
 def conventions(config: Config) -> dict:

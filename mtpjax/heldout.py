@@ -93,8 +93,10 @@ def table(figures: dict[str, Any], title: str = 'held out') -> str:
     return f'{title}: nothing'
   usual = base.Config
   rows, said = [], None
-  for name, part in {'': figures, **figures['objectives']}.items():
-    unit = part.get('unit', usual.unit)
+  parts = {'': figures, **figures['objectives']}
+  units = {name: part.get('unit', usual.unit) for name, part in parts.items()}
+  for name in sorted(parts, key=lambda name: units[name] != usual.unit):  # it is stable
+    part, unit = parts[name], units[name]
     heading = ('depth', unit, 'bits/byte', part.get('agreement', usual.agreement))
     if heading != said:
       rows.append((*heading, 'targets'))

@@ -143,8 +143,17 @@ def vocabulary(logits: Array) -> Array:
   return jax.reshard(jnp.arange(logits.shape[-1]).reshape(shape), spec)
 
 
-def head_logits(hidden: Float[Array, '*rows D'], head: Head) -> Float[Array, '*rows V']:
-  """Logits in float32 or wider, sharded over the vocabulary; for sampling."""
+def head_logits(
+  hidden: Float[Array, '*rows D'], head: Head | tuple[Head, ...]
+) -> Float[Array, '*rows V']:
+  """Logits in float32 or wider, sharded over the vocabulary; for sampling.
+
+  Args:
+    head: of all rows, or one for each entry of their first axis.
+  """
+  if isinstance(head, tuple):
+    each = [head_logits(h, one) for h, one in zip(hidden, head, strict=True)]
+    return jnp.stack(each)
   w_VD = mesh.gathered(head.w_VD.astype(hidden.dtype))
   dtype = wide(hidden.dtype)
   logits = jnp.einsum('...D,VD->...V', hidden, w_VD, preferred_element_type=dtype)

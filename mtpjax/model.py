@@ -47,6 +47,12 @@ class Model(nnx.Module):
     self.objectives = nnx.Dict(
       {name: config.build(sizes, rngs) for name, config in objectives.items()}
     )
+    self.adopt()
+
+  def adopt(self) -> None:
+    """Gives each objective what starts as a copy of the trunk's."""
+    for part in self.objectives.values():
+      part.adopt(self.trunk)
 
   def parts(self) -> list[tuple[int, str, base.Objective]]:
     """Objectives in a fixed order, each with a number for its random stream."""
@@ -81,6 +87,10 @@ def depth_weights(
   for name, value in lambdas(model, fraction).items():
     config = model.objectives[name].config
     each = jnp.asarray(losses.depth_weights(config.depth, config.rho), dtype)
+    if config.curriculum is not None:
+      each = jnp.where(config.curriculum(fraction, config.depth), each, 0)
+      total = jnp.sum(each)
+      each = each / jnp.where(total > 0, total, 1)
     weights[name] = value.astype(dtype) * each
   return weights
 
@@ -113,45 +123,60 @@ def loss(
     fold = None if key is None else jax.random.fold_in(key, n)
     own = dataclasses.replace(batch, drawn=batch.drawn[name])
     predicted[name] = objective.predict(trunk, out, own, step, fold)
-    found = (len(predicted[name].hidden), len(targets[name].valid), len(weights[name]))
-    if len(set(found)) > 1:
+    sizes = (len(predicted[name].hidden), len(targets[name].valid), len(weights[name]))
+    if len(set(sizes)) > 1:
       raise ValueError(
-        f'{name}: predictions, targets and config.depth are {found} depths; they must '
+        f'{name}: predictions, targets and config.depth are {sizes} depths; they must '
         'be equally many'
       )
 
   entropy = functools.partial(losses.cross_entropy, z_loss=config.z_loss)
-  # All that share the trunk's head, the plain loss and its rows go through in one call.
+  # All that share the trunk's head, the plain loss and its rows go through in one call;
+  # a depth with a head of its own goes alone.
   rows = predicted[NEXT].hidden.shape[1:]
   together = [
     n
     for n, p in predicted.items()
     if p.head is None and p.loss is None and p.hidden.shape[1:] == rows
   ]
-  calls = [together] + [[n] for n in predicted if n not in together]
-  total, sums = jnp.zeros((), weights[NEXT].dtype), {}
-  for names in calls:
+  calls: list[tuple[list[str], int | None]] = [(together, None)]
+  for n, p in predicted.items():
+    if n not in together:
+      apart = range(len(p.hidden)) if isinstance(p.head, tuple) else (None,)
+      calls += [([n], k) for k in apart]
+  total, found = jnp.zeros((), weights[NEXT].dtype), {n: [] for n in predicted}
+  for names, k in calls:
     first = predicted[names[0]]
-    depths = [targets[n].valid.shape[0] for n in names]
+    own = first.head[k or 0] if isinstance(first.head, tuple) else first.head
+    hidden = [_depth(predicted[n].hidden, k) for n in names]
     part, part_sums = losses.fused(
-      _join([predicted[n].hidden for n in names]),
-      first.head or trunk.head(),
-      jax.tree.map(lambda *x: _join(x), *[targets[n] for n in names]),
-      _join([losses.normalised(targets[n], counts[n], weights[n]) for n in names]),
+      _join(hidden),
+      own or trunk.head(),
+      jax.tree.map(lambda *x: _join(x), *[_depth(targets[n], k) for n in names]),
+      _join(
+        [_depth(losses.normalised(targets[n], counts[n], weights[n]), k) for n in names]
+      ),
       first.loss or entropy,
       config.chunk_tokens,
       tuple(
         predicted[n].trains_head and not (freeze_trunk and predicted[n].head is None)
-        for n, K in zip(names, depths, strict=True)
-        for _ in range(K)
+        for n, h in zip(names, hidden, strict=True)
+        for _ in range(len(h))
       ),
     )
     total = total + part
     start = 0
-    for name, K in zip(names, depths, strict=True):
-      sums[name] = jax.tree.map(lambda x, a=start, b=start + K: x[a:b], part_sums)
-      start += K
-  return total, sums
+    for name, h in zip(names, hidden, strict=True):
+      end = start + len(h)
+      found[name].append(jax.tree.map(lambda x, a=start, b=end: x[a:b], part_sums))
+      start = end
+  joined = {n: jax.tree.map(lambda *x: _join(x), *own) for n, own in found.items()}
+  return total, joined
+
+
+def _depth(tree, k: int | None):
+  """Depth `k` alone of arrays [K, ...]; None is all of them."""
+  return tree if k is None else jax.tree.map(lambda x: x[k : k + 1], tree)
 
 
 def _join(arrays):

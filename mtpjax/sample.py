@@ -38,7 +38,9 @@ _TOP_K = flags.DEFINE_integer('top_k', 0, 'only the k most likely tokens; 0 is o
 _TOP_P = flags.DEFINE_float('top_p', 1.0, 'only the fewest tokens with this; 1 is off')
 _MIN_P = flags.DEFINE_float('min_p', 0.0, 'only tokens with this share of the largest')
 _SEED = flags.DEFINE_integer('seed', 0, 'of the first prompt; the next has one more')
-_STOP = flags.DEFINE_multi_string('stop', [], 'text of one token that ends it')
+_STOP = flags.DEFINE_multi_string(
+  'stop', [], 'text of one token that ends it, as the end of a document does'
+)
 _DRAFT = flags.DEFINE_integer('draft', None, 'drafts a round; default as trained')
 _RULE = flags.DEFINE_string('rule', 'rejection', 'how drafts of drawn text are judged')
 _LONGEST = flags.DEFINE_integer('longest', 4096, 'tokens of prompt and text, at most')
@@ -95,7 +97,7 @@ def _prompt(line: str, where: str, is_json: bool) -> tuple[str, dict[str, Any]]:
 
 
 def stop_ids(tokenizer: Any) -> tuple[int, ...]:
-  found = []
+  found = [] if tokenizer.end is None else [tokenizer.end]
   for text in _STOP.value:
     ids = tokenizer.encode(text, where='--stop')
     if len(ids) != 1:

@@ -12,6 +12,7 @@ from absl import flags
 
 from mtpjax import config as configs
 from mtpjax import fields, mesh, model
+from mtpjax import step as steps
 from mtpjax.checkpoint import Checkpoints, find, read_metadata
 from mtpjax.data import tokenizer
 from mtpjax.data.tokenizer import Tokenizer
@@ -87,7 +88,9 @@ def restore(
   tokens = tokenizer.from_json(metadata['tokenizer'])
   configs.finalize(config, tokens.vocab_size)
   graphdef, abstract, _ = model.init(config.trunk, config.parts(), config.seed)
-  restored = Checkpoints(directory).restore_params(abstract, step)
+  wanted = steps.to_evaluate(abstract, config)
+  restored = Checkpoints(directory).restore(wanted, step, subset=True)
+  assert restored is not None  # its metadata has been read
   return Saved(
     directory,
     restored.step,
@@ -95,7 +98,7 @@ def restore(
     tokens,
     metadata['conventions'],
     graphdef,
-    restored.state,
+    steps.evaluated(restored.state, abstract),
   )
 
 

@@ -2,104 +2,93 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any, TypedDict
+import math
+from collections.abc import Mapping
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
-from mtpjax import losses, mesh, model, schedules
+from mtpjax import losses, mesh, model, optimizers, tuning
 from mtpjax.drafters.base import Batch
-from mtpjax.fields import ConfigError
 from mtpjax.models import layers
 from mtpjax.models.attention import Rows
 
 
-@dataclasses.dataclass
-class OptimizerConfig:
-  """AdamW (Loshchilov & Hutter 2019). Matrices decay; tables, gains, biases do not."""
-
-  rate: schedules.WarmupCosine = dataclasses.field(
-    default_factory=schedules.WarmupCosine
-  )
-  b1: float = 0.9
-  b2: float = 0.95
-  epsilon: float = 1e-8
-  weight_decay: float = 0.1
-  clip: float | None = 1.0  # global norm of the gradient; None for no clipping
-  accumulate: int = 1  # microbatches a step
-
-  def finalize(self) -> None:
-    self.rate.finalize('optimizer.rate')
-    for name in ('b1', 'b2'):
-      if not 0 <= getattr(self, name) < 1:
-        raise ConfigError(
-          f'optimizer.{name}', getattr(self, name), 'is not in [0, 1)', 'use e.g. 0.9'
-        )
-    for name in ('epsilon', 'clip'):
-      value = getattr(self, name)
-      if value is not None and not value > 0:
-        raise ConfigError(
-          f'optimizer.{name}', value, 'is not positive', 'use e.g. 1e-8, 1.0'
-        )
-    if not self.weight_decay >= 0:
-      raise ConfigError(
-        'optimizer.weight_decay', self.weight_decay, 'is negative', 'use 0 for none'
-      )
-    if self.accumulate < 1:
-      raise ConfigError(
-        'optimizer.accumulate', self.accumulate, 'is not positive', 'use at least 1'
-      )
-
-
 class TrainState(TypedDict):
-  step: Int[Array, '']  # updates done
+  step: Int[Array, '']  # batches seen
   params: PyTree  # {'trunk': …, 'objectives': {name: …}}
-  opt: PyTree  # optax's, over the trainable part only
+  opt: PyTree  # optax's, over what trains
+  ema: NotRequired[PyTree]  # of what trains, see `averaged`; with optimizer.ema
+  spike: NotRequired[PyTree]  # statistics; with optimizer.skip
 
 
-def transformation(config: OptimizerConfig) -> optax.GradientTransformation:
-  """AdamW up to the learning rate, which the step applies itself."""
-
-  def decays(params):
-    return jax.tree_util.tree_map_with_path(
-      lambda path, _: path[-1].key.startswith('w_'), params
-    )
-
-  return optax.chain(
-    optax.scale_by_adam(config.b1, config.b2, config.epsilon),
-    optax.add_decayed_weights(config.weight_decay, mask=decays),
-  )
-
-
-def evaluated(state: TrainState) -> dict:
-  """The parameters to evaluate and sample with."""
-  return state['params']
-
-
-def split_frozen(params: dict, freeze_trunk: bool) -> tuple[dict, dict]:
-  """(trainable, frozen) parts of the parameters, by their top-level names."""
-  frozen = {'trunk': params['trunk']} if freeze_trunk else {}
-  return {k: v for k, v in params.items() if k not in frozen}, frozen
-
-
-def init_state(params: dict, config: OptimizerConfig, freeze_trunk: bool) -> TrainState:
-  trainable, _ = split_frozen(params, freeze_trunk)
-  return {
+def init_state(
+  params: dict,
+  config: optimizers.AdamW,
+  freeze_trunk: bool,
+  tune: tuple[str, ...] = (),
+) -> TrainState:
+  selection = tuning.select(params, freeze_trunk, tune)
+  trainable, _ = tuning.split(params, selection)
+  state: TrainState = {
     'step': jnp.zeros((), jnp.int32),
     'params': params,
-    'opt': transformation(config).init(trainable),
+    'opt': config.build().init(trainable),
   }
+  if config.ema is not None:
+    state['ema'] = optimizers.wide(trainable)
+  if config.skip is not None:
+    state['spike'] = config.skip.init()
+  return state
+
+
+def averaged(
+  ema: PyTree, params: PyTree, decay: float, count: Int[Array, '']
+) -> PyTree:
+  """The exponentially weighted mean of the parameters after each update, without bias:
+  ē_n = Σ_i d^(n-i) p_i / Σ_i d^(n-i), so the first is p_1 and the start has no part.
+
+  Args:
+    ema: ē_(n-1), float32 or wider.
+    count: n, updates applied, this one included.
+  """
+  part = (1 - decay) / -jnp.expm1(count * math.log(decay))
+  # In this form what does not move stays as it is, bit for bit.
+  return jax.tree.map(
+    lambda e, p: e + part.astype(e.dtype) * (p.astype(e.dtype) - e), ema, params
+  )
+
+
+def evaluated(state: Mapping[str, Any], like: dict | None = None) -> dict:
+  """The parameters to evaluate and sample with: the average if there is one.
+
+  Args:
+    like: the parameters' dtypes, if `state` does not hold all of them.
+  """
+  if 'ema' not in state:
+    return state['params']
+  own, _ = tuning.split(like or state['params'], tuning.flat(state['ema']))
+  ema = jax.tree.map(lambda e, p: e.astype(p.dtype), state['ema'], own)
+  return tuning.merge(state['params'], ema)
+
+
+def to_evaluate(params: dict, config: Any) -> dict:
+  """What of a saved state `evaluated` needs, given abstract parameters."""
+  if config.optimizer.ema is None:
+    return {'params': params}
+  selection = tuning.select(params, config.freeze_trunk, config.tune)
+  own, rest = tuning.split(params, selection)
+  return {'params': rest, 'ema': jax.eval_shape(optimizers.wide, own)}
 
 
 def global_norm(grads: PyTree) -> Float[Array, '']:
   """√Σ g² in float32 or wider, whatever the leaves' dtype."""
-  wide = [g.astype(layers.wide(g.dtype)) for g in jax.tree.leaves(grads)]
+  wide = jax.tree.leaves(optimizers.wide(grads))
   return jnp.sqrt(sum(jnp.sum(g * g) for g in wide))
 
 
@@ -138,12 +127,14 @@ def gradients(
   config: Any,
   step: Int[Array, ''],
 ) -> tuple[Float[Array, ''], dict[str, losses.Sums], PyTree]:
-  """(total loss, sums by objective, gradients of the trainable part).
+  """(total loss, sums by objective, gradients of what trains; zero for layers of a
+  stack that do not).
 
   The counts that the depths' means divide by are those of the whole batch, taken from
   the masks before any forward pass, so accumulation changes nothing but rounding.
   """
-  trainable, frozen = split_frozen(params, config.freeze_trunk)
+  selection = tuning.select(params, config.freeze_trunk, config.tune)
+  trainable, frozen = tuning.split(params, selection)
   key = jax.random.fold_in(jax.random.key(config.seed), step)
   whole = nnx.merge(graphdef, params)
   batch, targets = model.prepare(whole, batch, key)
@@ -153,7 +144,7 @@ def gradients(
   weights = model.depth_weights(whole, fraction, not config.freeze_trunk, dtype)
 
   def total(trainable, batch, targets, key):
-    merged = nnx.merge(graphdef, {**frozen, **trainable})
+    merged = nnx.merge(graphdef, tuning.merge(frozen, trainable))
     return model.loss(
       merged,
       batch,
@@ -170,7 +161,7 @@ def gradients(
   N = config.optimizer.accumulate
   if N == 1:
     (value, sums), grads = one(trainable, batch, targets, key)
-    return value, sums, grads
+    return value, sums, tuning.only(selection, grads)
   parts = (microbatches(batch, N, 0), microbatches(targets, N, 1))
 
   def body(carry, xs):
@@ -182,7 +173,7 @@ def gradients(
   out = one(trainable, *first, jax.random.fold_in(key, 0))
   rest = jax.tree.map(lambda x: x[1:], parts)
   ((value, sums), grads), _ = jax.lax.scan(body, out, (jnp.arange(1, N), *rest))
-  return value, sums, grads
+  return value, sums, tuning.only(selection, grads)
 
 
 def train_step(
@@ -194,15 +185,23 @@ def train_step(
     graphdef, state['params'], to_batch(arrays, config.freeze_trunk), config, step
   )
   norm = global_norm(grads)
+  grads = optimizers.wide(grads)
   if optimizer.clip is not None:
     scale = jnp.minimum(1.0, optimizer.clip / jnp.maximum(norm, 1e-12))
-    grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
   rate = optimizer.rate(step, config.steps)
-  trainable, frozen = split_frozen(state['params'], config.freeze_trunk)
-  updates, opt = transformation(optimizer).update(grads, state['opt'], trainable)
+  selection = tuning.select(state['params'], config.freeze_trunk, config.tune)
+  before, frozen = tuning.split(state['params'], selection)
+  wide = optimizers.wide(before)
+  updates, opt = optimizer.build().update(grads, state['opt'], wide)
   trainable = jax.tree.map(
-    lambda p, u: (p - rate.astype(u.dtype) * u).astype(p.dtype), trainable, updates
+    lambda p, u, old: (p - rate.astype(u.dtype) * u).astype(old.dtype),
+    wide,
+    updates,
+    before,
   )
+  trainable = tuning.only(selection, trainable, before)
+  new: TrainState = {'step': step + 1, 'params': state['params'], 'opt': opt}
   metrics = {
     'loss': value,
     'sums': sums,
@@ -210,8 +209,20 @@ def train_step(
     'rate': rate,
     'grad_norm': norm,
   }
-  params = {**frozen, **trainable}
-  return {'step': step + 1, 'params': params, 'opt': opt}, metrics
+  skip, applied = jnp.zeros((), bool), step + 1
+  if optimizer.skip is not None:
+    assert 'spike' in state
+    skip, spike = optimizer.skip(state['spike'], loss=value, grad_norm=norm)
+    trainable = optimizers.chosen(skip, before, trainable)
+    new['opt'] = optimizers.chosen(skip, state['opt'], opt)
+    new['spike'], applied = spike, step + 1 - spike['skipped']
+    metrics['skipped'] = skip.astype(jnp.int32)
+  if optimizer.ema is not None:
+    assert 'ema' in state
+    ema = averaged(state['ema'], trainable, optimizer.ema, applied)
+    new['ema'] = optimizers.chosen(skip, state['ema'], ema)
+  new['params'] = tuning.merge(frozen, trainable)
+  return new, metrics
 
 
 def eval_step(

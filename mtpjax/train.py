@@ -135,7 +135,10 @@ def begin(config: configs.Config) -> Run:
     one = checkpoint.Config(every=1, keep=1)
     best = Checkpoints(directory / 'best', one, metadata)
   init_state = functools.partial(
-    step.init_state, config=config.optimizer, freeze_trunk=config.freeze_trunk
+    step.init_state,
+    config=config.optimizer,
+    freeze_trunk=config.freeze_trunk,
+    tune=config.tune,
   )
   run = Run(
     config,

@@ -4,12 +4,13 @@ import dataclasses
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mtpjax import acceptance, mesh, model
 from mtpjax.data import pack, tokenizer
-from mtpjax.drafters import parallel, sequential
+from mtpjax.drafters import parallel, residual, sequential
 from mtpjax.fields import ConfigError
 from mtpjax.models import trunk
 from mtpjax.sampling.filters import Settings
@@ -23,6 +24,8 @@ DRAFTERS = {
   'rows': sequential.Config(depth=3, attend='rows'),
   'parallel': parallel.Config(depth=2),
   'linear': parallel.Config(depth=2, form='linear'),
+  'anticausal': parallel.Config(depth=1, form='anticausal'),  # has no parameters
+  'residual': residual.Config(depth=2, form='medusa'),
 }
 
 
@@ -41,6 +44,9 @@ def build(drafter):
   # Logits far enough apart that greedy text wanders, and no two are alike.
   params['trunk']['unembedding'] = params['trunk']['unembedding'] * 40.0
   params['trunk']['embedding'] = params['trunk']['embedding'] * 20.0
+  own = params.get('objectives', {}).get('drafter', {}).get('unembedding', {})
+  for k, name in enumerate(own, 1):  # each a head unlike the trunk's and the others
+    own[name] = jnp.roll(own[name], k, 0)
   return graphdef, params
 
 

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from mtpjax import config as configs
-from mtpjax import fields, flags, mesh, schedules, step
+from mtpjax import fields, flags, mesh, optimizers, schedules
 from mtpjax.checkpoint import Config as CheckpointConfig
 from mtpjax.data import batches, sources
 from mtpjax.drafters import base, parallel, sequential
@@ -315,6 +315,6 @@ def test_defaults_of_the_tree_can_run():
   config = configs.Config()
   finalize(config)
   assert isinstance(config.checkpoint, CheckpointConfig)
-  assert isinstance(config.optimizer, step.OptimizerConfig)
+  assert isinstance(config.optimizer, optimizers.AdamW)
   hints = typing.get_type_hints(configs.Config)
   assert set(hints) == {field.name for field in dataclasses.fields(config)}

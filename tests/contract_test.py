@@ -1,4 +1,4 @@
-"""Six objectives as unlike as can be, written against the contract alone.
+"""Objectives as unlike as can be, most of them written against the contract alone.
 
 They train side by side in one model, compiled once on one device and once on eight, and
 each is checked there; alone, too, where time allows.
@@ -15,16 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from probes import block_diffusion, kv_sharing, oracle, registers
+from probes import block_diffusion, kv_sharing, oracle
 
 from mtpjax import config as configs
-from mtpjax import losses, mesh, model, schedules, step
+from mtpjax import losses, mesh, model, optimizers, schedules, step
 from mtpjax.data import batches
-from mtpjax.drafters import sequential
-from mtpjax.fields import ConfigError
+from mtpjax.drafters import parallel, residual, sequential
 from mtpjax.models import attention
 from mtpjax.models import trunk as trunks
-from mtpjax.objectives import bag, token_order
+from mtpjax.objectives import bag, registers, token_order
 
 V, B, T = 29, 4, 12
 LENGTHS = ((7, 5), (12,), (3, 1, 6), (4, 7))
@@ -35,6 +34,8 @@ PROBES = {
   'kv_sharing': kv_sharing.Config(depth=2, rho=0.5, weight=WEIGHT),
   'token_order': token_order.Config(window=4, weight=WEIGHT),
   'bag': bag.Config(window=4, weight=WEIGHT),
+  'parallel': parallel.Config(depth=2, form='causal', weight=WEIGHT),
+  'residual': residual.Config(depth=2, form='medusa', rho=0.5, weight=WEIGHT),
   'registers': registers.Config(weight=WEIGHT),
 }
 OWN = [name for name in PROBES if name != 'registers']  # with parameters of their own
@@ -57,7 +58,7 @@ def settings(names=tuple(PROBES), freeze_trunk=False, accumulate=1):
     objectives=tuple(copy.deepcopy(PROBES[name]) for name in names),
     freeze_trunk=freeze_trunk,
     loss=losses.Config(chunk_tokens=8),
-    optimizer=step.OptimizerConfig(
+    optimizer=optimizers.AdamW(
       rate=schedules.WarmupCosine(peak=1e-2, warmup=0),
       weight_decay=0.0,
       clip=None,
@@ -133,7 +134,9 @@ def look(graphdef, config, params, arrays, at):
     predicted = part.predict(whole.trunk, out, own, at, None)
     seen[name] = {'hidden': predicted.hidden, 'drawn': own.drawn}
     if predicted.head is not None:
-      seen[name]['w_VD'] = predicted.head.w_VD
+      own = isinstance(predicted.head, tuple)
+      heads = predicted.head if own else (predicted.head,) * len(predicted.hidden)
+      seen[name]['w_KVD'] = jnp.stack([head.w_VD for head in heads])
   return seen
 
 
@@ -200,7 +203,7 @@ def values_next(seen, log_p):
 
 
 def values_depths(seen, log_p):
-  """Sequential and KV-sharing: depth k at i predicts t[i+k+1]."""
+  """Of most: depth k at i predicts t[i+k+1]."""
   for b, i in np.ndindex(B, T):
     for d, token in next_tokens(b, i, 2, 3):
       yield d - 2, -log_p[d - 2, b, i, token]
@@ -234,7 +237,9 @@ def values_bag(seen, log_p):
     if tokens:
       total = 0.0
       for v in range(V):
-        score = seen['w_VD'][v] @ seen['hidden'][0, b, i] + np.log(rate / (1 - rate))
+        score = seen['w_KVD'][0, v] @ seen['hidden'][0, b, i] + np.log(
+          rate / (1 - rate)
+        )
         p = 1 / (1 + np.exp(-score))
         total -= np.log(p if v in tokens else 1 - p)
       yield 0, total
@@ -252,6 +257,8 @@ VALUES = {
   'next': values_next,
   'sequential': values_depths,
   'kv_sharing': values_depths,
+  'parallel': values_depths,
+  'residual': values_depths,
   'block_diffusion': values_block_diffusion,
   'token_order': values_token_order,
   'bag': values_bag,
@@ -266,8 +273,9 @@ def means(run, name):
     seen['drawn'] = run.seen[name]['drawn']
   seen['positions'] = run.seen['batch'].rows.positions
   unembedding = run.states[0]['params']['trunk']['unembedding']
-  w_VD = seen.get('w_VD', np.asarray(unembedding, np.float64))
-  log_p = oracle.log_softmax(seen['hidden'], w_VD, V)
+  shared = [np.asarray(unembedding, np.float64)] * len(seen['hidden'])
+  pairs = zip(seen['hidden'], seen.get('w_KVD', shared), strict=True)
+  log_p = np.stack([oracle.log_softmax(h, w_VD, V) for h, w_VD in pairs])
   depth = PROBES[name].depth if name in PROBES else 1
   found = [[] for _ in range(depth)]
   for k, value in VALUES[name](seen, log_p):
@@ -441,13 +449,6 @@ def test_random_choices_are_split_into_microbatches_with_their_rows():
     )
   assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, abstract)
   assert sums['block_diffusion'].count.shape == (3,)
-
-
-def test_registers_need_a_spare_row_of_the_table():
-  trunk = trunks.Config(vocab=32, vocab_multiple=16)
-  trunk.finalize()
-  with pytest.raises(ConfigError, match='does not divide 32'):
-    registers.Config().finalize(trunk, 'registers')
 
 
 # ------------------------------------------------------------------------ one at a time

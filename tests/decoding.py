@@ -54,14 +54,14 @@ class Forced(base.Drafter):
     self.right = nnx.Param(jnp.zeros((1, 1), jnp.int32))  # right drafts, by round
 
   def lay_out(self, params):
-    if self.inner is None:
+    if self.inner is None or 'inner' not in params:  # it may have no parameters
       return params
     return {**params, 'inner': self.inner.lay_out(params['inner'])}
 
   def init_state(self, room):
     zeros = jax.reshard(jnp.zeros((room.batch,), jnp.int32), mesh.ids_B)
     inner = self.inner.init_state(room) if self.inner else None
-    shape = (room.batch, room.draft, V if inner else 1)
+    shape = (room.batch, room.draft, V if self.inner else 1)
     logits = jax.reshard(jnp.zeros(shape), jax.P(mesh.BATCH, None, None))
     return {'length': zeros, 'turn': zeros, 'inner': inner, 'logits': logits}
 
@@ -123,7 +123,7 @@ def build(drafter: base.Config | None = None, **sizes):
   parts = {'drafter': drafter} if drafter else {}
   graphdef, _, make = model.init(config, parts, 0)
   params = make()
-  part = params['objectives']['drafter'] if drafter else {}
+  part = params.get('objectives', {}).get('drafter', {})
   if 'w_join' in part:
     join = np.array(part['w_join'])  # [modules, 2, D, D], the embedding's half first
     join[:, 0], join[:, 1] = np.eye(config.width), 0.3 * join[:, 1]

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from mtpjax import losses, mesh, model
-from mtpjax.drafters import base, parallel, sequential
+from mtpjax.drafters import base, parallel, residual, sequential
 from mtpjax.models import block as blocks
 from mtpjax.models import cache, trunk
 from mtpjax.models.attention import Rows
@@ -37,12 +37,17 @@ DRAFTERS = {
   ),
   'parallel': parallel.Config(depth=K),
   'parallel, linear': parallel.Config(depth=K, form='linear'),
+  'parallel, causal': parallel.Config(depth=K, form='causal'),
+  'parallel, anticausal': parallel.Config(depth=K, form='anticausal'),
+  'residual': residual.Config(depth=K, own_head=True),
+  'residual, medusa': residual.Config(depth=K, form='medusa', layers=2),
+  'residual, one head': residual.Config(depth=K, form='medusa', own_head=False),
 }
 
 
-def build(drafter: base.Config, windows=(0,)):
+def build(drafter: base.Config, windows=(0,), **changes):
   """(model, its weights a layer each) with all parameters away from their start."""
-  sizes = trunk.Config(vocab=V, windows=windows, **SIZES)
+  sizes = trunk.Config(vocab=V, windows=windows, **{**SIZES, **changes})
   sizes.finalize()
   graphdef, _, make = model.init(sizes, {'drafter': drafter}, 3)
   noise = iter(jax.random.split(jax.random.key(1), 99))
@@ -64,8 +69,8 @@ def teacher_forced(graphdef, params, tokens):
     tokens, jnp.ones_like(tokens, bool), Rows(positions, jnp.ones_like(tokens))
   )
   out = m.trunk(batch.tokens, batch.rows, m.needs)
-  hidden = m.objectives['drafter'].predict(m.trunk, out, batch, 0, None).hidden
-  return losses.head_logits(hidden, m.trunk.head())
+  found = m.objectives['drafter'].predict(m.trunk, out, batch, 0, None)
+  return losses.head_logits(found.hidden, found.head or m.trunk.head())
 
 
 def one_round(graphdef, params, text, caches, state, start, count, width, draft):
@@ -128,6 +133,10 @@ def on_mesh(**sizes):
     ('rows', (4,), {}),
     ('parallel', (0, 4), {}),
     ('parallel, linear', (4,), {}),
+    ('parallel, causal', (4, 0), {}),
+    ('parallel, anticausal', (0,), {}),
+    ('residual', (0,), {}),
+    ('residual, medusa', (0,), {}),
     *(
       pytest.param(*case, marks=pytest.mark.slow)
       for case in [
@@ -136,6 +145,10 @@ def on_mesh(**sizes):
         ('depth', (4,), {'fsdp': 2, 'tensor': 2}),
         ('rows', (0,), {'fsdp': 2, 'tensor': 4}),
         ('parallel', (0,), {'fsdp': 4, 'tensor': 2}),
+        ('parallel, causal', (0,), {'fsdp': 2, 'tensor': 2}),
+        ('residual, one head', (0,), {}),
+        ('residual', (0,), {'fsdp': 4, 'tensor': 2}),
+        ('residual, medusa', (0,), {'fsdp': 2, 'tensor': 4}),
       ]
     ),
   ],
@@ -144,7 +157,9 @@ def test_drafts_equal_teacher_forced_logits_after_every_round(
   name, windows, axes, text
 ):
   with on_mesh(**{'fsdp': 1, **axes}):
-    graphdef, params = build(dataclasses.replace(DRAFTERS[name]), windows)
+    # Anticausal heads each read a layer of their own.
+    deep = {'layers': K + 1} if name == 'parallel, anticausal' else {}
+    graphdef, params = build(dataclasses.replace(DRAFTERS[name]), windows, **deep)
     ids = jax.device_put(text, mesh.ids_BT)
     forced = jax.jit(functools.partial(teacher_forced, graphdef))
     for start, drafts, logits in rounds(graphdef, params, ids, K):

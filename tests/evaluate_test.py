@@ -16,7 +16,7 @@ from mtpjax.data import sources
 LENGTH, BATCH = 16, 8
 
 CONFIG = """
-from mtpjax import checkpoint, config, schedules, step
+from mtpjax import checkpoint, config, optimizers, schedules, step
 from mtpjax.data import batches, sources, tokenizer
 from mtpjax.drafters import sequential
 from mtpjax.models import trunk
@@ -33,8 +33,8 @@ def get_config(arg: str = ''):
     ),
     trunk=trunk.Config(width=16, layers=1, heads=2, ffn=32, remat='none'),
     drafter=sequential.Config(depth=3),
-    optimizer=step.OptimizerConfig(
-      rate=schedules.WarmupCosine(peak=1e-2, warmup=0), accumulate=2
+    optimizer=optimizers.AdamW(
+      rate=schedules.WarmupCosine(peak=1e-2, warmup=0), accumulate=2, ema=0.5
     ),
     checkpoint=checkpoint.Config(every=2),
   )
@@ -149,6 +149,14 @@ def test_the_figures_are_bit_for_bit_those_that_training_ended_with(again, train
     ('next', '1', '2', '3'), figures['loss_by_depth'], strict=True
   ):
     assert re.search(rf'^ *{depth} +{loss:.4f} ', said, re.MULTILINE)
+
+
+def test_the_average_of_the_parameters_is_evaluated_unless_one_asks_otherwise(
+  again, evaluate
+):
+  plain, _ = evaluate('--config.optimizer.ema=none')
+  assert plain['counts_by_depth'] == again[0]['counts_by_depth']
+  assert plain['loss'] < again[0]['loss'] - 0.01  # of four steps the last is the best
 
 
 def test_every_held_out_target_is_counted_once(again, place):

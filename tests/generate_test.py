@@ -12,7 +12,7 @@ from decoding import Forcing, V, build, on_mesh, plainly, row, score, scripted
 from jaxtyping import config as jaxtyping_config
 
 from mtpjax import mesh
-from mtpjax.drafters import sequential
+from mtpjax.drafters import parallel, residual, sequential
 from mtpjax.fields import ConfigError
 from mtpjax.sampling import generate
 from mtpjax.sampling.filters import Settings
@@ -57,7 +57,7 @@ def check_rows(out, settings, new, scores):
   """All 64 rows against the plain text and a replay of their scripts."""
   for b, own in enumerate(settings):
     wanted = new[b, : own.budget].tolist()
-    first = [wanted.index(t) for t in own.stop if t in wanted]
+    first = [wanted.index(t) for t in own.stop or () if t in wanted]
     end = min([own.budget, *(n + 1 for n in first)])
     assert out.lengths[b] == end
     assert out.finish_reason[b] == ('stop' if first else 'length')
@@ -156,6 +156,37 @@ def test_greedy_text_is_plain_decodings_text(natural):
   for b, n in enumerate(LENGTHS[:8]):
     assert out.tokens[b].tolist() == text[b, n : n + 40].tolist()
   assert out.stats.tau > 1.3
+
+
+@pytest.mark.parametrize(
+  'drafter',
+  [
+    parallel.Config(depth=3, form='causal'),
+    parallel.Config(depth=3, form='anticausal'),
+    pytest.param(residual.Config(depth=3), marks=pytest.mark.slow),
+    residual.Config(depth=3, form='medusa'),
+  ],
+  ids=lambda own: f'{own.conventions()["kind"]} {own.form}',
+)
+def test_every_heads_greedy_text_is_plain_decodings_at_every_length(drafter):
+  """And a sampled row does not depend on the greedy ones beside it."""
+  settings = [Settings(budget=24, draft=b % 4, seed=b) for b in range(8)]
+  settings[5] = dataclasses.replace(settings[5], temperature=1.0)
+  with on_mesh(fsdp=1):
+    # Anticausal heads each read a layer of their own.
+    graphdef, params = build(drafter, layers=4 if drafter.form == 'anticausal' else 2)
+    text, _, _ = plainly(graphdef, params, *ROWS, 24)
+    decoder = generate.Decoder(graphdef, params, chunk=3)
+    out = decoder.generate(*ROWS, settings)
+    # The last rows first: nothing compiles again.
+    turned = decoder.generate(ROWS[0][::-1], LENGTHS[:8][::-1], settings[::-1])
+  assert decoder.draft == 3
+  for b, n in enumerate(LENGTHS[:8]):
+    if b != 5:
+      assert out.tokens[b].tolist() == text[b, n : n + 24].tolist()
+    assert row(turned, 7 - b) == row(out, b)
+  assert all(out.rows[b].proposed.any() == (b % 4 > 0) for b in range(8))
+  assert out.stats.kept.any()
 
 
 def test_a_row_does_not_depend_on_its_batch(natural):

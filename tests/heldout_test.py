@@ -179,17 +179,17 @@ def test_an_objective_that_predicts_no_tokens_has_no_bits_per_byte():
 
 
 def test_other_units_are_recorded_and_have_a_heading_of_their_own():
-  parts = {'next': (0, 1), 'drafter': (1, 1), 'more': (2, 1), 'words': (1, 1)}
+  parts = {'next': (0, 1), 'drafter': (1, 1), 'more': (2, 1), 'bag': (1, 1)}
   config = settings(2)
-  config.parts()['words'] = bag.Config()
+  config.parts()['bag'] = bag.Config()
   figures = heldout.evaluate(Compiled(parts), {}, config, plan([8, 5]))
   assert 'unit' not in figures
-  more, words = (figures['objectives'][name] for name in ('more', 'words'))
+  more, words = (figures['objectives'][name] for name in ('more', 'bag'))
   assert (more['unit'], more['agreement']) == ('nats/token', 'top-1')
   assert (words['unit'], words['agreement']) == ('nats/bag', 'whole bag')
   lines = [x.split('  ') for x in heldout.table(figures).splitlines()[1:]]
   cells = [[word.strip() for word in line if word.strip()] for line in lines]
   names = [line[0] for line in cells]
-  assert names == ['depth', 'next', '1', 'more 1', 'depth', 'words 1']
+  assert names == ['depth', 'next', '1', 'more 1', 'depth', 'bag 1']
   assert cells[0] == ['depth', 'nats/token', 'bits/byte', 'top-1', 'targets']
   assert cells[4] == ['depth', 'nats/bag', 'bits/byte', 'whole bag', 'targets']

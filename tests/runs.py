@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import jax
 
-from mtpjax import checkpoint, config, schedules, step
+from mtpjax import checkpoint, config, optimizers, schedules, step
 from mtpjax.data import batches, sources
 from mtpjax.drafters import sequential
 from mtpjax.models import trunk
@@ -68,7 +68,7 @@ def get_config(arg: Literal['', 'plain', 'frozen'] = ''):
     ),
     trunk=trunk.Config(width=16, layers=1, heads=2, ffn=32, remat='none'),
     drafter=sequential.Config(depth=2),
-    optimizer=step.OptimizerConfig(
+    optimizer=optimizers.AdamW(
       rate=schedules.WarmupCosine(peak=1e-2, warmup=5), accumulate=2
     ),
     checkpoint=checkpoint.Config(every=EVERY),

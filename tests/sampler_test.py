@@ -1,5 +1,6 @@
 """Text in, text out: pieces of characters, batches, streams, refusals."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -55,6 +56,31 @@ def test_a_stream_grows_and_ends_as_the_completion(sampler):
   assert [one.finish_reason for one in parts[0]] == [None, None]
 
 
+def test_a_text_ends_at_the_end_that_its_tokenizer_has(sampler):
+  prompts = ['abc', 'fade']
+  plain, _ = sampler(prompts, SETTINGS)
+  first = plain.tokens.index(plain.tokens[4])
+
+  class Ending(Characters):
+    end = plain.tokens[4]
+
+  ending = Sampler(sampler.decoder, Ending(LETTERS.characters), rows=2)
+  for found in (
+    ending(prompts, SETTINGS),
+    *list(ending.stream(prompts, SETTINGS))[-1:],
+  ):
+    assert found[0].finish_reason == 'stop'
+    assert found[0].tokens == plain.tokens[: first + 1]
+    assert found[0].text == plain.text[:first]  # the end is no text
+  stops = [
+    dataclasses.replace(SETTINGS, stop=stop) for stop in ((), (plain.tokens[0],))
+  ]
+  one, _ = ending(prompts, stops[0])
+  assert (one.tokens, one.text) == (plain.tokens, plain.text)
+  one, _ = ending(prompts, stops[1])  # the only one then, and text
+  assert (one.tokens, one.text) == (plain.tokens[:1], plain.text[:1])
+
+
 def test_everything_is_refused_before_anything_is_decoded(sampler):
   count = len(sampler.decoder.compilations)
   for prompts, settings, said in [
@@ -82,6 +108,12 @@ def test_a_character_of_several_bytes_is_held_back_until_it_is_whole():
   data = 'aж🙂'.encode()
   whole = [''.join(t for t, _ in split(data[:n], final=False)) for n in range(8)]
   assert whole == ['', 'a', 'a', 'aж', 'aж', 'aж', 'aж', 'aж🙂']
+
+
+def test_characters_are_shown_however_many_tokens_a_stretch_takes():
+  data = b'\xff' * 9 + 'ж'.encode()
+  assert split(data[:-1], final=False) == []
+  assert split(data, final=False) == [('\ufffd' * 9 + 'ж', False)]
 
 
 def test_what_is_no_text_is_shown_in_the_end():

@@ -60,10 +60,63 @@ def test_warmup_rises_to_the_peak_and_falls_by_half_a_cosine(warmup):
     assert float(rate(jnp.int32(step), steps)) == pytest.approx(want, rel=1e-5)
 
 
-def test_a_run_shorter_than_its_warmup_only_rises():
-  rate = schedules.WarmupCosine(peak=1.0, warmup=10)
-  values = [float(rate(jnp.int32(step), 4)) for step in range(4)]
+def rates(schedule, steps, count=None):
+  once = jax.jit(lambda step: schedule(step, steps))
+  return [float(once(jnp.int32(step))) for step in range(count or steps)]
+
+
+@pytest.mark.parametrize('shape', ['linear', 'sqrt'])
+@pytest.mark.parametrize(('warmup', 'last'), [(0, 0.0), (1, 0.1), (4, 0.25)])
+def test_wsd_rises_holds_and_falls(shape, warmup, last):
+  """Hägele et al. 2024, equations 1 and 2: f is 1 - x or 1 - √x."""
+  rate = schedules.Wsd(2e-3, warmup, decay=0.25, shape=shape, last=last)
+  want, steps, decaying = [], 40, 10
+  for step in range(steps + 3):
+    if step < warmup:
+      share = (step + 1) / warmup
+    elif step <= steps - decaying:
+      share = 1.0
+    else:
+      done = min((step - (steps - decaying)) / decaying, 1)
+      fall = {'linear': 1 - done, 'sqrt': 1 - math.sqrt(done)}[shape]
+      share = last + (1 - last) * fall
+    want.append(2e-3 * share)
+  got = rates(rate, steps, steps + 3)
+  assert got == pytest.approx(want, rel=1e-5, abs=1e-9)
+  assert got[0] > 0 and max(got) == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize('warmup', [0, 1, 8])
+def test_a_constant_rate_and_the_inverse_root_after_the_same_rise(warmup):
+  constant = rates(schedules.WarmupConstant(3.0, warmup), 30)
+  root = rates(schedules.InverseSquareRoot(3.0, warmup), 30)
+  for n in range(1, 31):  # Vaswani et al. 2017, equation 3
+    rise, w = min(n / max(warmup, 1), 1), max(warmup, 1)
+    assert constant[n - 1] == pytest.approx(3.0 * rise)
+    noam = min(n**-0.5, n * w**-1.5) * w**0.5
+    assert root[n - 1] == pytest.approx(3.0 * noam, rel=1e-5)
+  assert root[w - 1] == pytest.approx(3.0) and root[w] > 0.7 * 3.0
+
+
+RATES = (
+  schedules.WarmupCosine,
+  schedules.Wsd,
+  schedules.WarmupConstant,
+  schedules.InverseSquareRoot,
+)
+
+
+@pytest.mark.parametrize('kind', RATES)
+def test_a_run_shorter_than_its_warmup_only_rises(kind):
+  rate = kind(peak=1.0, warmup=10)
+  if isinstance(rate, schedules.Wsd):
+    rate.decay = 0.01
+  values = rates(rate, 4)
   assert values == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+
+def test_the_kinds_of_rate_are_all_that_an_optimizer_takes():
+  assert schedules.Rate == functools.reduce(lambda a, b: a | b, RATES)
 
 
 def test_a_new_weight_of_the_loss_compiles_nothing():
@@ -93,6 +146,13 @@ def test_a_new_weight_of_the_loss_compiles_nothing():
     (schedules.Piecewise((0.3, 0.1), (1.5,)), 'λ.boundaries'),
     (schedules.WarmupCosine(warmup=-1), 'λ.warmup'),
     (schedules.WarmupCosine(last=1.5), 'λ.last'),
+    (schedules.Wsd(peak=-1.0), 'λ.peak'),
+    (schedules.Wsd(warmup=-1), 'λ.warmup'),
+    (schedules.Wsd(decay=0.0), 'λ.decay'),
+    (schedules.Wsd(decay=1.5), 'λ.decay'),
+    (schedules.Wsd(last=1.5), 'λ.last'),
+    (schedules.WarmupConstant(warmup=-1), 'λ.warmup'),
+    (schedules.InverseSquareRoot(peak=-1.0), 'λ.peak'),
   ],
 )
 def test_a_senseless_schedule_is_refused_by_its_field(schedule, field):
@@ -105,4 +165,5 @@ def test_sensible_schedules_are_not_refused():
   for schedule in (schedules.Constant(0.0), schedules.Linear(), schedules.Cosine()):
     schedule.finalize('λ')
   schedules.Piecewise().finalize('λ')
-  schedules.WarmupCosine().finalize('λ')
+  for kind in RATES:
+    kind().finalize('λ')

@@ -446,7 +446,7 @@ def test_conventions_hold_every_option_and_say_what_each_is():
     'block': 'dense',
   }
   options = {f.name for f in dataclasses.fields(sequential.Config)}
-  assert options == {*changes, 'depth', 'weight', 'rho'}
+  assert options == {*changes, 'depth', 'weight', 'rho', 'curriculum'}
   for name, value in changes.items():
     found = sequential.Config(**{'depth': 2, name: value}).conventions()
     assert found[name] == value != plain[name]

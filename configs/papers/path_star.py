@@ -11,7 +11,7 @@ under 8 minutes each. `:tiny` takes seconds and shows only that everything runs.
 
 from typing import Literal
 
-from mtpjax import acceptance, checkpoint, config, heldout, schedules, step
+from mtpjax import acceptance, checkpoint, config, heldout, optimizers, schedules
 from mtpjax.data import batches, tasks
 from mtpjax.drafters import parallel, sequential
 from mtpjax.models import trunk
@@ -31,8 +31,8 @@ def get_config(
     log_every=50,
     data=batches.Config(source=task, length=task.size, batch=256),
     trunk=trunk.Config(width=64, layers=3, heads=2, vocab_multiple=1, remat='none'),
-    optimizer=step.OptimizerConfig(
-      rate=schedules.WarmupCosine(peak=3e-3, warmup=100, last=1.0), weight_decay=0.01
+    optimizer=optimizers.AdamW(
+      rate=schedules.WarmupConstant(peak=3e-3, warmup=100), weight_decay=0.01
     ),
     checkpoint=checkpoint.Config(every=1000),
     evaluation=heldout.Config(every=250),

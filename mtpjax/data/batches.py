@@ -98,9 +98,6 @@ class Data:
 def open_data(config: Config, seed: int) -> Data:
   """Reads, tokenises and packs both splits; the seed orders the training documents.
 
-  The tokenizer sees held-out documents too: what it could learn from them is which
-  characters exist, and without it an unseen one would end the run.
-
   Raises:
     DataError: bad fields or data; a training set without a single target.
   """
@@ -110,8 +107,11 @@ def open_data(config: Config, seed: int) -> Data:
   # A tokenizer may need all documents before the first of them is packed.
   train = _texts(config, 'train', counts['train'])
   heldout = _texts(config, 'heldout', counts['heldout'])
-  documents = [d for own in [*train.values(), *heldout.values()] for d in own]
-  tokenizer = plans.tokenizer(config.source, config.tokenizer, documents)
+  tokenizer = plans.tokenizer(
+    config.source,
+    config.tokenizer,
+    *([d for own in texts.values() for d in own] for texts in (train, heldout)),
+  )
   layout = config.length, config.pack
   data = Data(
     tokenizer=tokenizer,

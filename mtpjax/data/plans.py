@@ -24,7 +24,10 @@ def texts(
 
 
 def tokenizer(
-  source: AnySource, config: TokenizerConfig | None, documents: list[Document]
+  source: AnySource,
+  config: TokenizerConfig | None,
+  documents: list[Document],
+  heldout: list[Document],
 ) -> Tokenizer:
   """The sources' own, or else the config's, built from the documents.
 
@@ -33,7 +36,7 @@ def tokenizer(
   """
   own = _own_tokenizers(source)
   if not own:
-    return (config or Bytes.Config()).build(documents)
+    return (config or Bytes.Config()).build(documents, heldout)
   first, found = next(iter(own.items()))
   for name, other in own.items():
     if other.fingerprint != found.fingerprint:
@@ -42,7 +45,7 @@ def tokenizer(
       )
   if config is not None:
     try:
-      same = config.build(documents).fingerprint == found.fingerprint
+      same = config.build(documents, heldout).fingerprint == found.fingerprint
     except DataError:  # it needs documents that are not there
       same = False
     if not same:

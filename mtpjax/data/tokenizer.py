@@ -1,12 +1,14 @@
-"""Tokenizers: bytes, and the characters that occur. Both are exact and need no file.
+"""Tokenizers: bytes, and the characters that occur. Both are exact and need no file;
+`subwords` has others.
 
-A config's `build(documents)` gives the tokenizer; `to_json` and `from_json` carry it in
-a checkpoint, and `fingerprint` tells whether two are the same.
+A config's `build(documents, heldout)` gives the tokenizer; `to_json` and `from_json`
+carry it in a checkpoint, and `fingerprint` tells whether two are the same.
 """
 
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
@@ -60,7 +62,12 @@ class Tokenizer(Protocol):
 class TokenizerConfig(Protocol):
   """What `batches.Config.tokenizer` may be."""
 
-  def build(self, documents: Iterable[Document]) -> Tokenizer: ...
+  def build(
+    self, documents: Iterable[Document], heldout: Iterable[Document] = ()
+  ) -> Tokenizer:
+    """Of the training documents; held-out ones may say which characters there are, so
+    that none of them ends the run, and nothing else."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +76,11 @@ class Bytes:
 
   @dataclasses.dataclass
   class Config:
-    def build(self, documents: Iterable[Document]) -> 'Bytes':
+    def build(
+      self, documents: Iterable[Document], heldout: Iterable[Document] = ()
+    ) -> 'Bytes':
       """The documents are not looked at."""
-      del documents
+      del documents, heldout
       return Bytes()
 
   vocab_size = 256
@@ -83,7 +92,7 @@ class Bytes:
 
   @property
   def fingerprint(self) -> str:
-    return _digest(self.to_json())
+    return digest(self.to_json())
 
   @property
   def bytes_per_token(self) -> Int32[np.ndarray, 'V']:
@@ -94,15 +103,12 @@ class Bytes:
   ) -> Int32[np.ndarray, 'T']:
     """Ids of the text's bytes. Raises DataError on a str with lone surrogates."""
     if isinstance(text, str):
-      try:
-        text = text.encode()
-      except UnicodeEncodeError as error:
-        raise _unknown(text[error.start], error.start, where) from error
+      text = as_text(text, where).encode()
     return np.frombuffer(text, np.uint8).astype(np.int32)
 
   def decode(self, ids: ArrayLike) -> str:
     """Text of ids [T]; non-UTF-8 becomes U+FFFD. Raises DataError on a bad id."""
-    return _checked(ids, 256).astype(np.uint8).tobytes().decode('utf-8', 'replace')
+    return check_ids(ids, 256).astype(np.uint8).tobytes().decode('utf-8', 'replace')
 
   def to_json(self) -> str:
     return json.dumps({'kind': 'bytes'})
@@ -125,10 +131,12 @@ class Characters:
 
   @dataclasses.dataclass
   class Config:
-    def build(self, documents: Iterable[Document]) -> 'Characters':
+    def build(
+      self, documents: Iterable[Document], heldout: Iterable[Document] = ()
+    ) -> 'Characters':
       """All characters of the documents. Raises DataError if there are none."""
       seen = np.zeros(0x110000, bool)
-      for text in _chunks(documents):
+      for text in _chunks(itertools.chain(documents, heldout)):
         seen[_code_points(text.decode())] = True
       points = np.flatnonzero(seen).astype('<u4')
       return Characters(points.tobytes().decode('utf-32-le'))
@@ -150,7 +158,7 @@ class Characters:
 
   @property
   def fingerprint(self) -> str:
-    return _digest(self.to_json())
+    return digest(self.to_json())
 
   @property
   def bytes_per_token(self) -> Int32[np.ndarray, 'V']:
@@ -165,14 +173,7 @@ class Characters:
       DataError: bytes that are not UTF-8, or a character outside the vocabulary; the
         message has the character, its code point, its index and `where`.
     """
-    if isinstance(text, bytes):
-      try:
-        text = text.decode()
-      except UnicodeDecodeError as error:
-        raise DataError(
-          f'{where}: byte 0x{text[error.start]:02x} at {error.start} is not UTF-8; '
-          'characters need valid UTF-8, Bytes does not'
-        ) from error
+    text = as_text(text, where)
     # The last entry stands for every code point above the vocabulary's largest.
     ids = self._table[np.minimum(_code_points(text), len(self._table) - 1)]
     if ids.size and ids.min() < 0:
@@ -182,7 +183,7 @@ class Characters:
 
   def decode(self, ids: ArrayLike) -> str:
     """Text of ids [T]. Raises DataError on an id outside the vocabulary."""
-    points = self._points[_checked(ids, self.vocab_size)]
+    points = self._points[check_ids(ids, self.vocab_size)]
     return points.tobytes().decode('utf-32-le')
 
   def to_json(self) -> str:
@@ -203,13 +204,17 @@ class Characters:
     return table
 
 
-def from_json(text: str) -> Bytes | Characters | Words:
+def from_json(text: str) -> Tokenizer:
   """The tokenizer that `to_json` wrote. Raises DataError on anything else."""
   try:
     fields = json.loads(text)
     kind = fields.pop('kind')
     if kind == 'words':
       return Words(tuple(fields['words']))
+    if kind == 'huggingface':
+      from mtpjax.data import subwords  # only here: it is built upon this module
+
+      return subwords.HuggingFace(**fields)
     return {'bytes': Bytes, 'characters': Characters}[kind](**fields)
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     if isinstance(error, DataError):
@@ -234,7 +239,7 @@ def encode_document(
   name, mask = document.name, None
   if document.tokens is not None:
     try:
-      ids = _checked(document.tokens, tokenizer.vocab_size).astype(np.int32)
+      ids = check_ids(document.tokens, tokenizer.vocab_size).astype(np.int32)
     except DataError as error:
       raise DataError(f'{name}: {error}') from None
     if document.mask is not None:
@@ -259,10 +264,27 @@ def encode_document(
 
 def num_bytes(tokenizer: Tokenizer, ids: ArrayLike) -> Int32[np.ndarray, '...']:
   """UTF-8 bytes of each token, in the shape of ids. Raises DataError on a bad id."""
-  return tokenizer.bytes_per_token[_checked(ids, tokenizer.vocab_size)]
+  return tokenizer.bytes_per_token[check_ids(ids, tokenizer.vocab_size)]
 
 
-def _checked(ids: ArrayLike, vocab_size: int) -> np.ndarray:
+def as_text(text: str | bytes, where: str) -> str:
+  """The text as characters. Raises DataError on what UTF-8 has no bytes for."""
+  try:
+    if isinstance(text, bytes):
+      return text.decode()
+    text.encode()
+  except UnicodeDecodeError as error:
+    raise DataError(
+      f'{where}: byte 0x{error.object[error.start]:02x} at {error.start} is not UTF-8; '
+      'characters need valid UTF-8, Bytes does not'
+    ) from error
+  except UnicodeEncodeError as error:
+    raise _unknown(error.object[error.start], error.start, where) from error
+  return text
+
+
+def check_ids(ids: ArrayLike, vocab_size: int) -> np.ndarray:
+  """Ids as an array of integers. Raises DataError on one outside the vocabulary."""
   array = np.asarray(ids)
   if not array.size:
     return array.astype(np.int32)  # np.asarray([]) is float64
@@ -293,7 +315,8 @@ def _code_points(text: str) -> np.ndarray:
   return np.frombuffer(text.encode('utf-32-le', 'surrogatepass'), '<u4')
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+  """A fingerprint of what to_json wrote."""
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -62,13 +62,13 @@ class Predictions:
   Attributes:
     hidden: normalised, ready for the head, [K, B, T, D]; T may be any number of rows
       that divides over the mesh's 'context', the same as in the targets.
-    head: None is the trunk's.
+    head: None is the trunk's; a tuple has one for each depth.
     loss: see `losses.Loss`; None is cross-entropy to token ids.
     trains_head: whether this loss changes the head.
   """
 
   hidden: Float[Array, 'K B T D']
-  head: trunks.Head | None = None
+  head: trunks.Head | tuple[trunks.Head, ...] | None = None
   loss: losses.Loss | None = None
   trains_head: bool = True
 
@@ -77,7 +77,8 @@ class Predictions:
 class Config:
   """What every objective has: its depth and its weight in the loss.
 
-  L = L_next + λ(fraction of training) · Σ_k w_k L_k with w_k ∝ ρ^(k-1), Σ w_k = 1.
+  L = L_next + λ(fraction of training) · Σ_k w_k L_k with w_k ∝ ρ^(k-1), Σ w_k = 1 over
+  the depths that the curriculum has on; none on is no loss.
 
   Attributes:
     unit: of the losses of this kind, as tables and results say it.
@@ -90,6 +91,7 @@ class Config:
   depth: int = 1  # K: how many predictions beyond the next token
   weight: schedules.Schedule = dataclasses.field(default_factory=schedules.Piecewise)
   rho: float = 1.0  # 1: all depths alike; below 1 favours near tokens
+  curriculum: schedules.Forward | schedules.Reverse | None = None  # None: all, always
 
   def needs(self, trunk: trunks.Config) -> Needs:
     """What the trunk must hand over; `trunk` is as configured, no layer given up."""
@@ -109,6 +111,8 @@ class Config:
       raise ConfigError(
         f'{field}.rho', self.rho, 'is not in (0, 100]', 'use 1 for equal'
       )
+    if self.curriculum is not None:
+      self.curriculum.finalize(f'{field}.curriculum')
 
   def build(self, trunk: trunks.Config, rngs: nnx.Rngs) -> Objective:
     raise NotImplementedError(f'{type(self)} builds nothing')
@@ -116,7 +120,7 @@ class Config:
   def conventions(self) -> dict[str, Any]:
     """What somebody must know to run it elsewhere; stored in every checkpoint."""
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    for name in ('weight', 'rho'):
+    for name in ('weight', 'rho', 'curriculum'):
       fields.pop(name)
     kind = type(self).__module__.rpartition('.')[2]
     return {'kind': kind, 'modules': self.depth, **fields}
@@ -127,6 +131,10 @@ class Objective(nnx.Module):
 
   def __init__(self, config: Config):
     self.config = config
+
+  def adopt(self, trunk: Trunk) -> None:
+    """Sets what starts as a copy of the trunk's; once the trunk is what training starts
+    from, fresh or loaded."""
 
   def prepare(self, batch: Batch, key: Key[Array, '']) -> Batch:
     """May insert tokens: returns a batch with other rows, masks and visibility."""

@@ -88,10 +88,10 @@ def lay_out(graphdef: Any, params: PyTree) -> PyTree:
   def run(params):
     parts = nnx.merge(graphdef, params).objectives
     own = {
-      name: part.lay_out(params['objectives'][name])
-      if isinstance(part, base.Drafter)
-      else jax.tree.map(lambda _: None, params['objectives'][name])
-      for name, part in parts.items()
+      name: parts[name].lay_out(given)
+      if isinstance(parts[name], base.Drafter)
+      else jax.tree.map(lambda _: None, given)
+      for name, given in params.get('objectives', {}).items()
     }
     top = {**params['trunk'], 'blocks': blocks.lay_out(params['trunk']['blocks'])}
     return {**params, 'trunk': top, 'objectives': own}

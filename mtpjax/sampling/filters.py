@@ -36,7 +36,9 @@ class Settings:
     min_p: only tokens with this share of the largest probability, after top-p; 0 is
       off.
     seed: the draws of a prompt depend on it and on nothing beside it.
-    stop: token ids; the first of them ends the text, and is its last token.
+    stop: token ids; the first of them ends the text, and is its last token. None is
+      what ends a document, where a tokenizer says so: a `Sampler` then stops at its
+      `end`. () is no stop at all.
     draft: tokens to draft a round, at most; None is as many as was compiled for.
   """
 
@@ -46,7 +48,7 @@ class Settings:
   top_p: float = 1.0
   min_p: float = 0.0
   seed: int = 0
-  stop: tuple[int, ...] = ()
+  stop: tuple[int, ...] | None = None
   draft: int | None = None
 
   def check(self, vocab: int) -> None:
@@ -67,6 +69,8 @@ class Settings:
       raise ConfigError('top_p', self.top_p, 'is not in (0, 1]', 'use 1 for off')
     if not 0 <= self.min_p <= 1:
       raise ConfigError('min_p', self.min_p, 'is not in [0, 1]', 'use 0 for off')
+    if self.stop is None:
+      return
     if not isinstance(self.stop, tuple | list):
       raise ConfigError('stop', self.stop, 'are no token ids', 'use a tuple of ids')
     if len(self.stop) > STOPS:
@@ -105,7 +109,8 @@ def arrays(
 
   stop = np.full((len(settings), STOPS), -1, np.int32)
   for n, own in enumerate(settings):
-    stop[n, : len(own.stop)] = own.stop
+    ids = own.stop or ()
+    stop[n, : len(ids)] = ids
   drafts = [draft if s.draft is None else s.draft for s in settings]
   seeds = np.array([s.seed for s in settings], np.uint32)
   if key is not None:

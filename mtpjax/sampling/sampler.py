@@ -24,7 +24,8 @@ class Completion:
   """What one prompt was continued with.
 
   Attributes:
-    prompt, text: text of each; the text does not repeat the prompt.
+    prompt, text: text of each; the text does not repeat the prompt, and a last token
+      that is the end of the document is none of it.
     pieces: the text in parts, each with whether it came of accepted drafts.
     tokens, logprobs: of each new token.
     finish_reason: 'stop', 'length' or 'failed'; None while it goes on.
@@ -45,6 +46,9 @@ class Sampler:
 
     sampler = Sampler.load('runs/quickstart')
     sampler(['def main('], Settings(budget=200, temperature=0.8))[0].text
+
+  A text ends where its settings say. Those that leave `stop` at None end it at the
+  tokenizer's `end`, if it has one; `stop=()` writes on behind it.
 
   Args:
     rows: prompts decoded side by side, at most.
@@ -82,7 +86,7 @@ class Sampler:
     found: dict[int, Completion] = {}
     for rows in watch(self.batches(prompts)):
       out = self.decoder.generate(*pad([ids[r] for r in rows]), [each[r] for r in rows])
-      texts = self._write([prompts[r] for r in rows], out)
+      texts = self._write([prompts[r] for r in rows], [ids[r] for r in rows], out)
       found.update(zip(rows, texts, strict=True))
     return [found[n] for n in range(len(prompts))]
 
@@ -102,7 +106,7 @@ class Sampler:
     """
     texts, ids, each = self._read(prompts, settings)
     rounds = self.decoder.stream(*pad(ids), each)
-    return (self._write(texts, out) for out in rounds)
+    return (self._write(texts, ids, out) for out in rounds)
 
   def _read(
     self, prompts: str | Sequence[str], settings: Settings | Sequence[Settings]
@@ -114,6 +118,14 @@ class Sampler:
       raise ConfigError('prompts', texts, 'are none', 'give at least one text')
     many = isinstance(settings, Sequence)
     each: list[Any] = list(settings) if many else [settings] * len(texts)
+    if self.tokenizer.end is not None:
+      ends = (self.tokenizer.end,)
+      each = [
+        dataclasses.replace(one, stop=ends)
+        if isinstance(one, Settings) and one.stop is None
+        else one
+        for one in each
+      ]
     ids = []
     for n, text in enumerate(texts):
       if not isinstance(text, str):
@@ -122,15 +134,26 @@ class Sampler:
         fix = 'a text starts from at least one character'
         raise ConfigError(f'prompts[{n}]', text, 'is empty', fix)
       ids.append(self.tokenizer.encode(text, where=f'prompts[{n}]'))
-    self.decoder.check(*pad(ids), list(each))
-    return texts, ids, list(each)
+    self.decoder.check(*pad(ids), each)
+    return texts, ids, each
 
-  def _write(self, prompts: list[str], out: Generation) -> list[Completion]:
+  def _write(
+    self, prompts: list[str], ids: list[np.ndarray], out: Generation
+  ) -> list[Completion]:
     found = []
     for n, prompt in enumerate(prompts):
       size = int(out.lengths[n])
       tokens, reason = out.tokens[n, :size], out.finish_reason[n]
-      parts = pieces(self.tokenizer, tokens, out.drafted[n, :size], reason is not None)
+      shown = size
+      if reason == 'stop' and tokens[-1] == self.tokenizer.end:
+        shown -= 1
+      parts = pieces(
+        self.tokenizer,
+        tokens[:shown],
+        out.drafted[n, :shown],
+        reason is not None,
+        ids[n],
+      )
       found.append(
         Completion(
           prompt,
@@ -146,25 +169,39 @@ class Sampler:
 
 
 def pieces(
-  tokenizer: Tokenizer, tokens: np.ndarray, drafted: np.ndarray, final: bool
+  tokenizer: Tokenizer,
+  tokens: np.ndarray,
+  drafted: np.ndarray,
+  final: bool,
+  prompt: np.ndarray | None = None,
 ) -> list[tuple[str, bool]]:
   """(text, whether it was drafted), neighbours of a kind joined.
 
   A character that takes several tokens belongs to its last one; one that is not whole
   yet is held back, unless nothing more will come.
+
+  Args:
+    prompt: ids before the tokens. Some tokenizers write the first of all tokens
+      without the space that it has behind others.
   """
   parts: list[tuple[str, bool]] = []
-  start = 0
+  context = np.zeros(0, np.int32) if prompt is None else prompt[-1:]
+  start, shown = 0, len(tokenizer.decode(context))
   for end in range(1, len(tokens) + 1):
-    text = tokenizer.decode(tokens[start:end])
-    # Bytes that are no text become U+FFFD; four of them are no unfinished character.
-    unfinished = text.endswith('\ufffd') and end - start < 4
-    if unfinished and not (final and end == len(tokens)):
-      continue
-    mark = bool(drafted[end - 1])
-    if parts and parts[-1][1] == mark:
-      parts[-1] = parts[-1][0] + text, mark
+    text = tokenizer.decode(np.concatenate([context, tokens[start:end]]))
+    # Bytes that are no text become U+FFFD, those of an unfinished character too.
+    whole = text.rstrip('\ufffd')
+    if whole == text:
+      new = text[shown:]
+      context, start = tokens[start:end], end
+      shown = len(tokenizer.decode(context))
     else:
-      parts.append((text, mark))
-    start = end
+      whole = text if final and end == len(tokens) else whole
+      new, shown = whole[shown:], max(shown, len(whole))
+    if new:
+      mark = bool(drafted[end - 1])
+      if parts and parts[-1][1] == mark:
+        parts[-1] = parts[-1][0] + new, mark
+      else:
+        parts.append((new, mark))
   return parts
