@@ -15,6 +15,7 @@ from mtpjax.data.batches import Config, TrainBatches, heldout_batches
 from mtpjax.data.mixture import Mixture
 from mtpjax.data.prepared import Prepared
 from mtpjax.data.sources import Counts, DataError, Text
+from mtpjax.data.subwords import Bpe
 from mtpjax.data.tokenizer import Bytes, Characters
 
 FIELDS = ('tokens', 'segments', 'positions', 'mask')
@@ -54,9 +55,10 @@ def _take(iterator, n):
     (Docs(masked=True), Bytes.Config()),
     (Docs(masked=True, heldout=False), Characters.Config()),
     (Docs(masked=True, strict=False), None),
+    (Docs(masked=True), Bpe.Config(vocab=300)),
     (Docs(count=0), None),
   ],
-  ids=['bytes', 'characters', 'masks', 'no-heldout', 'all-true', 'nothing'],
+  ids=['bytes', 'characters', 'masks', 'no-heldout', 'all-true', 'subwords', 'nothing'],
 )
 def test_rows_are_those_of_the_source(tmp_path, source, tokens, together):
   own = make(tmp_path / 'out', source, tokens)
