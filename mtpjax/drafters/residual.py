@@ -172,8 +172,9 @@ class Residual(base.Drafter):
     x_BTD = self.read(trunk, out.hidden)
     if 'hidden' in config.detach:
       x_BTD = jax.lax.stop_gradient(x_BTD)
-    drops = key is not None and config.dropout > 0
-    keys = jax.random.split(key, K) if drops else None
+    keys = None
+    if key is not None and config.dropout > 0:
+      keys = jax.random.split(key, K)
 
     def body(x_BTD, xs):
       return x_BTD, self.one(trunk, xs[0], x_BTD, xs[1])
