@@ -5,7 +5,9 @@
 
 `:medusa` has an unembedding a head, as Cai et al. (2024) publish them; the heads of the
 first command share the trunk's. Either starts as the trunk's own next-byte head.
-`:tiny` takes seconds and shows only that everything runs.
+
+Hardware: 2 CPU cores. Time: minutes, as the quickstart's (an estimate). Expected: not
+measured at full length yet. `:tiny` takes seconds and shows only that everything runs.
 """
 
 from typing import Literal

@@ -13,7 +13,7 @@ os.environ.setdefault('MPLBACKEND', 'agg')
 import jax
 from jaxtyping import install_import_hook
 
-pytest_plugins = ['runs', 'updates']  # their fixtures
+pytest_plugins = ['runs', 'stored', 'updates']  # their fixtures
 
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 # Most of the suite's time is compilation of what runs once.

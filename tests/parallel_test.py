@@ -309,6 +309,9 @@ def test_conventions_hold_every_option():
   found = parallel.Config(depth=2, match_parameters=True).conventions()
   expected = {'kind': 'parallel', 'modules': 2, 'depth': 2, 'match_parameters': True}
   assert expected.items() <= found.items()
+  assert found['reads'] == 'the layer before the last'
+  found = parallel.Config(depth=2, form='anticausal').conventions()
+  assert found['modules'] == 0 and found['form'] == 'anticausal'
   assert {f.name for f in dataclasses.fields(parallel.Config)} <= {
     *found,
     'weight',

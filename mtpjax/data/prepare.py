@@ -28,7 +28,7 @@ from mtpjax import flags as command
 from mtpjax.data import batches, prepared, tokenfile
 from mtpjax.data.mixture import Mixture
 from mtpjax.data.sources import Counts, DataError, Document, Source, Split
-from mtpjax.data.tokenizer import Bytes, Tokenizer, from_json
+from mtpjax.data.tokenizer import Bytes, from_json
 from mtpjax.data.workers import Workers, checksum
 
 _OUTPUT = flags.DEFINE_string('output', None, 'the directory to write')
@@ -195,16 +195,15 @@ def _claim(
   terminal.say('reading and counting the documents …')
   counted = {name: dict.fromkeys(_SPLITS, 0) for name in parts}
 
-  def read() -> Iterator[Document]:
-    for split in _SPLITS:
-      for name, part in parts.items():
-        for document in part.documents(split):
-          counted[name][split] += 1
-          yield document
+  def read(split: Split) -> Iterator[Document]:
+    for name, part in parts.items():
+      for document in part.documents(split):
+        counted[name][split] += 1
+        yield document
 
-  reading = read()
-  tokenizer: Tokenizer = tokens.build(reading)
-  for _ in reading:  # what the tokenizer did not look at
+  train, heldout = map(read, _SPLITS)
+  tokenizer = tokens.build(train, heldout)
+  for _ in itertools.chain(train, heldout):  # what the tokenizer did not look at
     pass
   claim = {**wanted, 'tokenizer': tokenizer.to_json(), 'documents': counted}
   _write_json(path, claim)
@@ -230,8 +229,11 @@ def _described(
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
   part = path.with_name(path.name + '.part')
-  part.write_text(json.dumps(data, indent=1) + '\n')
-  tokenfile.replace(part, path)
+  try:
+    part.write_text(json.dumps(data, indent=1) + '\n')
+    tokenfile.replace(part, path)
+  except OSError as error:
+    raise OSError(f'cannot write {path}: {error.strerror}') from error
 
 
 @contextlib.contextmanager
@@ -246,6 +248,8 @@ def _locked(directory: Path) -> Iterator[None]:
         f'{directory}: another process is preparing data there; wait for it, or choose '
         'another --output'
       ) from None
+    except OSError:  # a file system without locks
+      pass
     yield
   finally:
     os.close(handle)

@@ -12,8 +12,9 @@ import dataclasses
 import itertools
 import json
 import os
+import resource
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from jaxtyping import Bool, Int64, Integer, Shaped
 from mtpjax.data.sources import DataError
 
 BLOCK = 4096  # tokens of a record; few enough to read a short document by itself
-_OPEN = 64  # shards open at a time
+# Shards open at a time. To open one takes as long as reading a hundred blocks.
+_OPEN = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,22 +143,22 @@ class Writer:
       mask_checksum=zlib.crc32(mask.data, last.mask_checksum if last else 0),
       origin=self.origin,
     )
-    blocks = range(0, len(tokens), BLOCK)
-    records = [
+    head = (
       json.dumps(dataclasses.asdict(header)).encode(),
       np.array(self._lengths, '<u4').tobytes(),
-      *(
-        tokens[i : i + BLOCK].tobytes()
-        + (np.packbits(mask[i : i + BLOCK]).tobytes() if header.bits else b'')
-        for i in blocks
-      ),
-    ]
-    _write_whole(shard_path(self._directory, self._stream, header.number), records)
+    )
+    blocks = (
+      tokens[i : i + BLOCK].tobytes()
+      + (np.packbits(mask[i : i + BLOCK]).tobytes() if header.bits else b'')
+      for i in range(0, len(tokens), BLOCK)
+    )
+    path = shard_path(self._directory, self._stream, header.number)
+    _write_whole(path, itertools.chain(head, blocks))
     self.headers.append(header)
     self._lengths = []
 
 
-def _write_whole(path: Path, records: Sequence[bytes]) -> None:
+def _write_whole(path: Path, records: Iterable[bytes]) -> None:
   part = path.with_name(path.name + '.part')
   try:
     writer = array_record_module.ArrayRecordWriter(

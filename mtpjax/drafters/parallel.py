@@ -27,6 +27,13 @@ from mtpjax.models import cache, layers
 from mtpjax.models import trunk as trunks
 from mtpjax.models.attention import Leaf
 
+READS = {
+  'block': 'the layer before the last',
+  'linear': 'the last layer',
+  'causal': 'depth 1 the last layer, depth k the block of depth k-1',
+  'anticausal': 'depth k the layer k before the last',
+}
+
 
 @dataclasses.dataclass
 class Config(base.Config):
@@ -76,8 +83,11 @@ class Config(base.Config):
   def conventions(self) -> dict[str, Any]:
     return {
       **super().conventions(),
+      'modules': 0 if self.form == 'anticausal' else self.depth,
       'shared': ['final_norm', 'head'],
-      'teacher_forcing_inputs': 'none: every head reads only the trunk',
+      'reads': READS[self.form],
+      'hidden_norm': 'pre',
+      'teacher_forcing_inputs': 'none: no head reads a token',
     }
 
 
