@@ -180,3 +180,62 @@ def test_only_process_0_writes(tmp_path, monkeypatch):
     writer.write(1, line(1))
     bar.update(1, line(1))
   assert not (tmp_path / 'run').exists() and not out.getvalue()
+
+
+def test_going_back_drops_what_came_after(tmp_path):
+  with metrics.Writer(tmp_path) as writer:
+    for step in range(1, 6):
+      writer.write(step, {'loss': step})
+    writer.write(4, {'split': 'heldout', 'loss': 9})
+    writer.go_back(3)
+    writer.write(4, {'loss': 40})
+  found = metrics.read_metrics(writer.path)
+  assert [(x['step'], x['loss']) for x in found] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+  assert metrics.last_step(tmp_path) == 4
+  assert metrics.last_step(tmp_path / 'nowhere') == 0
+
+
+def test_evaluations_on_the_way_stay_and_the_final_one_is_made_again(tmp_path):
+  with metrics.Writer(tmp_path) as writer:
+    for step in (2, 4):
+      writer.write(step, {'loss': step})
+      writer.write(step, {'split': 'heldout', 'loss': -step})
+    writer.write(4, {'split': 'heldout', 'final': True, 'loss': -4})
+  with metrics.Writer(tmp_path, 4):
+    pass
+  found = metrics.read_metrics(writer.path)
+  assert [x['loss'] for x in found] == [2, -2, 4, -4]
+
+
+class Tracker:
+  """In the place of wandb."""
+
+  def __init__(self):
+    self.calls = []
+
+  def init(self, **args):
+    self.calls.append(('init', args))
+    return self
+
+  def define_metric(self, *names, **args):
+    self.calls.append(('define', names))
+
+  def log(self, values):
+    self.calls.append(('log', values))
+
+  def finish(self):
+    self.calls.append(('finish',))
+
+
+def test_a_tracker_hears_every_number_of_every_line(tmp_path, monkeypatch):
+  tracker = Tracker()
+  monkeypatch.setitem(sys.modules, 'wandb', tracker)
+  workdir = tmp_path / 'mine'
+  with metrics.Writer(workdir, project='project') as writer:
+    writer.write(1, line(1))
+    writer.write(1, {'split': 'heldout', 'loss': 3.0, 'final': True})
+  (_, start), _, (_, first), (_, second), _ = tracker.calls
+  assert start['project'] == 'project' and start['name'] == start['id'] == 'mine'
+  assert start['resume'] == 'allow'
+  assert first['step'] == 1 and first['train/loss_by_depth/1'] == 1.809
+  assert second == {'step': 1, 'heldout/loss': 3.0, 'heldout/final': True}

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import jax
 
-from mtpjax import checkpoint, config, optimizers, schedules, step
+from mtpjax import checkpoint, config, init_from, optimizers, schedules, step
 from mtpjax.data import batches, sources
 from mtpjax.drafters import sequential
 from mtpjax.models import trunk
@@ -58,7 +58,7 @@ def compile_spoilt(*args):
 batches.TrainBatches.__next__, step.compile_train = draw_counted, compile_spoilt
 
 
-def get_config(arg: Literal['', 'plain', 'frozen'] = ''):
+def get_config(arg: Literal['', 'plain', 'frozen', 'begun'] = ''):
   c = config.Config(
     name='small',
     steps=STEPS,
@@ -75,6 +75,8 @@ def get_config(arg: Literal['', 'plain', 'frozen'] = ''):
   )
   if arg:
     c.steps, c.optimizer.accumulate = 4, 1
+  if arg == 'begun':
+    c.init_from = init_from.Config('BEGIN', fresh=('objectives/*',))
   if arg == 'plain':
     c.drafter, c.data.source.heldout = None, 0.0
   if arg == 'frozen':
@@ -95,7 +97,11 @@ def place(tmp_path_factory):
     text = ' '.join(rng.choices(WORDS, k=rng.randint(1, 7)))
     (folder / 'text' / f'{n}.txt').write_text(text)
   config = CONFIG.replace('TEXT', str(folder / 'text'))
-  config = config.replace('STEPS', str(STEPS)).replace('EVERY', str(EVERY))
+  config = (
+    config.replace('STEPS', str(STEPS))
+    .replace('EVERY', str(EVERY))
+    .replace('BEGIN', str(folder / 'straight'))
+  )
   (folder / 'small.py').write_text(config)
   return folder
 
@@ -146,7 +152,8 @@ def ended_well(done):
 
 def lines(workdir):
   """The lines of metrics, without what depends on the clock."""
-  found = [json.loads(x) for x in (workdir / 'metrics.jsonl').read_text().splitlines()]
+  text = (workdir / 'metrics.jsonl').read_text()
+  found = [json.loads(x) for x in text.splitlines()]
   return [{k: v for k, v in x.items() if k != 'tokens_per_second'} for x in found]
 
 
@@ -154,8 +161,8 @@ def summary(workdir):
   return json.loads((workdir / 'summary.json').read_text())
 
 
-def saved_steps(workdir):
-  names = [p.name for p in (workdir / 'checkpoints').iterdir()]
+def saved_steps(workdir, folder='checkpoints'):
+  names = [p.name for p in (workdir / folder).iterdir()]
   return sorted(int(name) for name in names if name.isdigit())
 
 
