@@ -34,6 +34,7 @@ MATRICES: dict[str, tuple[int, int] | None] = {
   'w_gate': (1, 1),
   'w_down': (1, 1),
   'w_join': (1, 1),
+  'w_map': (1, 1),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from probes import oracle
 
-from mtpjax import losses, mesh, model
+from mtpjax import losses, mesh, model, optimizers
 from mtpjax.drafters import residual
 from mtpjax.drafters.base import Batch
 from mtpjax.fields import ConfigError
@@ -361,6 +361,14 @@ def test_an_inner_width_must_divide_over_its_axis():
     pytest.raises(ConfigError, match=r'expansion = 1: .*width=12 .*tensor=8'),
   ):
     residual.Config(expansion=1).finalize(sizes(width=12), 'drafter')
+
+
+def test_muon_takes_its_matrices_and_leaves_its_tables():
+  for config in FORMS.values():
+    own = model.init(sizes(), {'drafter': config}, 0)[1]['objectives']['drafter']
+    found = jax.tree_util.tree_map_with_path(optimizers.matrix, own)
+    for name, way in found.items():
+      assert way == (1, 1) if name.startswith('w_') else not jax.tree.leaves(way)
 
 
 def test_conventions_say_what_is_read_and_hold_every_option():
