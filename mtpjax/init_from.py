@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from etils import epath
-from flax import traverse_util
+from flax import nnx, traverse_util
 
 from mtpjax import checkpoint, fields
 from mtpjax.data.tokenizer import Tokenizer
@@ -131,8 +131,9 @@ def plan(
   )
 
 
-def load(plan: Plan, params: dict) -> dict:
-  """The parameters, those of the plan replaced by the checkpoint's."""
+def load(plan: Plan, graphdef: Any, params: dict) -> dict:
+  """The parameters, those of the plan replaced by the checkpoint's. What is fresh and
+  starts as a copy of the trunk's is a copy of this trunk's."""
   flat = _flat(params)
   wanted = {
     name: jax.ShapeDtypeStruct(
@@ -140,10 +141,19 @@ def load(plan: Plan, params: dict) -> dict:
     )
     for name in plan.restored
   }
-  found = checkpoint.Checkpoints(plan.directory).restore_params(
-    traverse_util.unflatten_dict(wanted, sep='/'), plan.step, subset=True
+  found = _flat(
+    checkpoint.Checkpoints(plan.directory)
+    .restore_params(_nested(wanted), plan.step, subset=True)
+    .state
   )
-  return traverse_util.unflatten_dict({**flat, **_flat(found.state)}, sep='/')
+  model = nnx.merge(graphdef, _nested({**flat, **found}))
+  model.adopt()
+  adopted = _flat(nnx.to_pure_dict(nnx.state(model)))
+  return _nested({**adopted, **found})
+
+
+def _nested(flat: dict[str, Any]) -> dict:
+  return traverse_util.unflatten_dict(flat, sep='/')
 
 
 def _flat(tree: dict) -> dict[str, Any]:

@@ -122,6 +122,13 @@ def begin(config: configs.Config) -> Run:
   graphdef, abstract, make_params = model.init(
     config.trunk, config.parts(), config.seed
   )
+  init_state = functools.partial(
+    step.init_state,
+    config=config.optimizer,
+    freeze_trunk=config.freeze_trunk,
+    tune=config.tune,
+  )
+  abstract_state = jax.eval_shape(init_state, abstract)
   plan = None
   if config.init_from is not None:
     conventions = configs.conventions(config)
@@ -134,12 +141,6 @@ def begin(config: configs.Config) -> Run:
   if config.evaluation.every is not None and config.evaluation.keep_best:
     one = checkpoint.Config(every=1, keep=1)
     best = Checkpoints(directory / 'best', one, metadata)
-  init_state = functools.partial(
-    step.init_state,
-    config=config.optimizer,
-    freeze_trunk=config.freeze_trunk,
-    tune=config.tune,
-  )
   run = Run(
     config,
     data,
@@ -158,7 +159,7 @@ def begin(config: configs.Config) -> Run:
       process_count=jax.process_count(),
     ),
     graphdef=graphdef,
-    abstract_state=jax.eval_shape(init_state, abstract),
+    abstract_state=abstract_state,
     state=None,
   )
   if restored := run.saved.restore(run.abstract_state):
@@ -176,7 +177,7 @@ def begin(config: configs.Config) -> Run:
     params = make_params()
     if plan is not None:
       say(str(plan))
-      params = init_from.load(plan, params)
+      params = init_from.load(plan, graphdef, params)
     run.state = jax.jit(init_state)(params)
   if best is not None:
     best.forget_after(run.done)

@@ -39,10 +39,13 @@ def select(params: dict, freeze_trunk: bool, tune: tuple[str, ...]) -> Selection
     params: nested; only names and shapes matter.
 
   Raises:
-    ConfigError: a pattern matches nothing.
+    ConfigError: nothing trains, or a pattern matches nothing.
   """
   every = flat(params)
   free = {p: x for p, x in every.items() if not (freeze_trunk and p[0] == 'trunk')}
+  if not free:
+    fix = 'use a drafter that has parameters of its own, or freeze_trunk=False'
+    raise ConfigError('freeze_trunk', True, 'leaves nothing to train', fix)
   if not tune:
     return dict.fromkeys(free)
   names = {path: _names(path, x.shape) for path, x in free.items()}

@@ -13,7 +13,7 @@ from probes import oracle
 from mtpjax import checkpoint, fields, init_from, mesh, model, workdir
 from mtpjax import config as configs
 from mtpjax.data import tokenizer
-from mtpjax.drafters import parallel, sequential
+from mtpjax.drafters import parallel, residual, sequential
 from mtpjax.models import trunk as trunks
 
 
@@ -38,6 +38,11 @@ def made(config, seed=0):
   """(abstract, parameters) of that config."""
   _, abstract, _ = model.init(config.trunk, config.parts(), 0)
   return abstract, oracle.filled(abstract, seed)
+
+
+def load(found, config, params):
+  graphdef, _, _ = model.init(config.trunk, config.parts(), 0)
+  return init_from.load(found, graphdef, params)
 
 
 def save(directory, config, params, steps=(3,), tokens=None):
@@ -106,9 +111,10 @@ def assert_taken(got, base, source, taken, times=3):
 )
 def test_what_is_there_and_not_fresh_is_taken(run, drafter, fresh, taken):
   directory, source = run
-  found, params = plan(directory, settings(drafter), fresh)
+  config = settings(drafter)
+  found, params = plan(directory, config, fresh)
   assert found.step == 3
-  assert_taken(init_from.load(found, params), params, source, taken)
+  assert_taken(load(found, config, params), params, source, taken)
   names = {*flatten_dict(params, sep='/')}
   assert {*found.restored} == {n for n in names if n.startswith(taken)}
   assert {*found.fresh} == names - {*found.restored}
@@ -123,9 +129,10 @@ def test_what_is_there_and_not_fresh_is_taken(run, drafter, fresh, taken):
 
 def test_a_step_may_be_named(run):
   directory, source = run
-  found, params = plan(directory / 'checkpoints' / '2', settings(None))
+  config = settings(None)
+  found, params = plan(directory / 'checkpoints' / '2', config)
   assert found.step == 2
-  assert_taken(init_from.load(found, params), params, source, ('trunk/',), times=2)
+  assert_taken(load(found, config, params), params, source, ('trunk/',), times=2)
 
 
 def test_another_tokenizer_is_refused(run):
@@ -167,3 +174,14 @@ def test_a_pattern_without_a_match_and_a_run_without_a_checkpoint(run, tmp_path)
     plan(run[0], settings(sequential.Config(depth=1)), fresh=('*',))
   with pytest.raises(checkpoint.CheckpointError, match='no checkpoint'):
     plan(tmp_path, settings(None))
+
+
+def test_a_head_that_starts_as_the_trunk_s_starts_as_the_loaded_trunk_s(run):
+  directory, source = run
+  config = settings(residual.Config(depth=2, form='medusa'))
+  found, params = plan(directory, config)
+  got = load(found, config, params)
+  heads = got['objectives']['drafter']['unembedding']
+  assert len(heads) == 2
+  for head in heads.values():
+    np.testing.assert_array_equal(head, 3 * source['trunk']['unembedding'])

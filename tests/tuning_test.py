@@ -72,6 +72,11 @@ def test_a_pattern_of_nothing_is_refused_with_what_is_near(pattern, freeze_trunk
   assert said in str(error.value)
 
 
+def test_a_frozen_trunk_without_parameters_beside_it_leaves_nothing_to_train():
+  with pytest.raises(ConfigError, match='freeze_trunk = True: leaves nothing to train'):
+    tuning.select({'trunk': PARAMS['trunk'], 'objectives': {}}, True, ())
+
+
 def test_a_config_with_a_pattern_of_nothing_is_refused_before_anything_compiles():
   with on():
     config = configs.Config(
