@@ -29,7 +29,7 @@ MATRICES: dict[str, tuple[int, int] | None] = {
   'w_key': (1, 2),
   'w_value': (1, 2),
   'w_mix': (2, 1),
-  # Of experts too, or in pairs.
+  # Of experts too, in pairs, or several layers in each module.
   'w_up': (1, 1),
   'w_gate': (1, 1),
   'w_down': (1, 1),
@@ -310,9 +310,12 @@ def newton_schulz(
   x = x_SMN / (jnp.sqrt(jnp.sum(x_SMN**2, (1, 2), keepdims=True)) + 1e-7)
   tall = x.shape[1] > x.shape[2]
   x = x.mT if tall else x
-  for _ in range(iterations):
+
+  def once(_, x):
     y = x @ x.mT
-    x = a * x + (b * y + c * (y @ y)) @ x
+    return a * x + (b * y + c * (y @ y)) @ x
+
+  x = jax.lax.fori_loop(0, iterations, once, x)
   return x.mT if tall else x
 
 

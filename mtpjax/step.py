@@ -41,7 +41,8 @@ def init_state(
     'opt': config.build().init(trainable),
   }
   if config.ema is not None:
-    state['ema'] = optimizers.wide(trainable)
+    # A copy: a buffer that is in the state twice cannot be donated.
+    state['ema'] = jax.tree.map(jnp.copy, optimizers.wide(trainable))
   if config.skip is not None:
     state['spike'] = config.skip.init()
   return state

@@ -1,6 +1,7 @@
 """Muon against NumPy, matrix by matrix, on every mesh."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from updates import CONSTANT, MESHES, SHAPES, bfloat16, drawn, named, on
 
 from mtpjax import mesh, model, optimizers, tuning
-from mtpjax.drafters import parallel, sequential
+from mtpjax.drafters import base, parallel, residual, sequential
 from mtpjax.fields import ConfigError
 from mtpjax.models import trunk
 from mtpjax.optimizers import AdamW, Muon
@@ -146,6 +147,27 @@ def test_every_matrix_of_the_model_is_read_the_way_it_is_used(drafter):
       started /= {'w_mix': 16, 'w_down': 16, 'w_join': 2}.get(name, 1)
       assert started == pytest.approx(inputs, rel=0.15), name
   assert len(seen) == 8
+
+
+def test_every_kind_of_objective_has_weights_that_are_known():
+  def kinds(kind: Any) -> list[Any]:
+    below = [leaf for one in kind.__subclasses__() for leaf in kinds(one)] or [kind]
+    return [leaf for leaf in below if leaf.__module__.startswith('mtpjax.')]
+
+  parts = [kind() for kind in kinds(base.Config)] + [residual.Config(form='medusa')]
+  known = 0
+  with on():
+    sizes = trunk.Config(vocab=63, width=16, layers=4, heads=2, ffn=32)
+    sizes.finalize()
+    for part in parts:
+      try:
+        part.finalize(sizes, 'objective')
+      except ConfigError:  # of another trunk
+        continue
+      _, params, _ = model.init(sizes, {'objective': part}, 0)
+      jax.eval_shape(Muon().build().init, params)
+      known += 1
+  assert known > 3
 
 
 def test_a_weight_that_could_be_read_in_several_ways_is_refused():

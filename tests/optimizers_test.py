@@ -1,5 +1,6 @@
 """Updates against NumPy: AdamW, Muon, the average, and steps that are skipped."""
 
+import functools
 import math
 
 import chex
@@ -122,6 +123,16 @@ def test_the_average_is_the_weighted_mean_of_what_updates_left(dtype, given_grad
   )
   plain = {k: v for k, v in states[5].items() if k != 'ema'}
   assert step.evaluated(plain) is plain['params']
+
+
+def test_the_average_shares_no_memory_with_the_parameters():
+  """Both are donated to the step."""
+  params = tensors('float32')
+  init = functools.partial(step.init_state, config=AdamW(ema=0.9), freeze_trunk=False)
+  for made in (init, jax.jit(init)):
+    state = made(jax.tree.map(jnp.copy, params))
+    places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
+    assert len(set(places)) == len(places)
 
 
 def test_an_average_of_a_long_memory_starts_at_the_first_update():

@@ -331,12 +331,21 @@ def test_a_frozen_trunk_stays_bit_identical_and_has_no_optimizer_state():
   assert seen[-1] < seen[0]
 
 
+OPTIMIZERS = {
+  'adamw': optimizers.AdamW(),
+  'muon': optimizers.Muon(
+    rate=schedules.Wsd(0.01, 1), accumulate=2, ema=0.9, skip=optimizers.Spike()
+  ),
+}
+
+
 @pytest.mark.slow
-def test_the_compiled_step_of_eight_devices_takes_its_own_state_again():
+@pytest.mark.parametrize('kind', OPTIMIZERS)
+def test_the_compiled_step_of_eight_devices_takes_its_own_state_again(kind):
   made = []
   for sizes in ({}, MESHES['fsdp, tensor']):
     with jax.enable_x64(True), on(**sizes):
-      config = settings()
+      config = settings(optimizer=OPTIMIZERS[kind])
       graphdef, params = prepared(config)
       state = step.init_state(params, config.optimizer, False)
       compiled = step.compile_train(graphdef, config, state)

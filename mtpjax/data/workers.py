@@ -4,6 +4,7 @@ which is faster."""
 import collections
 import concurrent.futures
 import concurrent.futures.process
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -33,6 +34,9 @@ class Workers:
         _begin,
         (tokenizer.to_json(),),
       )
+      with _uninterrupted():  # which the processes inherit: Ctrl-C is for their parent
+        for _ in range(number):
+          self._pool.submit(int)  # starts one, as none is idle yet
 
   def encode(self, documents: Iterable[Document]) -> Iterator[Encoded]:
     """In the documents' order; few are held at a time.
@@ -90,8 +94,20 @@ def _jobs(documents: Iterable[Document]) -> Iterator[list[Document]]:
     yield job
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+  if threading.current_thread() is not threading.main_thread():
+    yield  # only the main thread may set handlers
+    return
+  handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, handler)
+
+
 def _begin(tokenizer: str) -> None:
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to handle
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
   _own.append(from_json(tokenizer))
   threading.Thread(target=_end_with_parent, daemon=True).start()
 
