@@ -91,6 +91,12 @@ class Run:
       'lowest': self.lowest if math.isfinite(self.lowest) else None,
     }
 
+  def restore_figures(self, position: dict[str, Any]) -> None:
+    """Those that training goes on from: not the data's place, not the time spent."""
+    self.meter.set_state(position['meter'])
+    lowest = position['lowest']
+    self.lowest = math.inf if lowest is None else lowest
+
   def evaluate(self, limit: int | None, watch=iter) -> dict[str, Any]:
     params = step.evaluated(self.state)
     with self.clock('evaluation'):
@@ -103,9 +109,10 @@ class Run:
 def main(config: configs.Config) -> int:
   signals = catch_signals()
   run = begin(config)
-  code = train(run, signals)
-  if code is None:
-    finish(run)
+  with metrics.Writer(run.directory, run.resumed_at, config.wandb) as writer:
+    code = train(run, writer, signals)
+    if code is None:
+      finish(run, writer)
   return code or 0
 
 
@@ -167,9 +174,8 @@ def begin(config: configs.Config) -> Run:
     run.resumed_at = run.done
     position = restored.data_state
     run.rows.set_state(position['rows'])
-    run.meter.set_state(position['meter'])
+    run.restore_figures(position)
     run.clock.set_state(position['clock'], metrics.last_step(directory) - run.done)
-    run.lowest = math.inf if position['lowest'] is None else position['lowest']
     finished = run.done == config.steps
     what = 'is finished, evaluating again' if finished else 'going on'
     say(f'resuming {directory} at step {run.done}: {what}')
@@ -193,13 +199,12 @@ def begin(config: configs.Config) -> Run:
   return run
 
 
-def train(run: Run, signals: list[int]) -> int | None:
+def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
   """All steps that are left; an exit code if a signal ended them early."""
   config, clock = run.config, run.clock
   with (
     run.saved,
     run.best or contextlib.nullcontext(),
-    metrics.Writer(run.directory, run.resumed_at, config.wandb) as writer,
     terminal.Progress(config.steps, run.done, every=config.log_every) as progress,
     meters.Trace(run.directory / 'profile', config.profile) as trace,
   ):
@@ -266,13 +271,13 @@ def go_back(run: Run, error: meters.TrainingError, times: int) -> None:
     raise error
   say(f'{error}\ngoing back to step {sound.step}, {times} of {allowed} times')
   run.state, run.done = sound.state, sound.step
-  run.meter.set_state(sound.data_state['meter'])
+  run.restore_figures(sound.data_state)
   run.clock.go_back(sound.data_state['clock'])
   if run.best is not None:
     run.best.forget_after(run.done)
 
 
-def finish(run: Run) -> None:
+def finish(run: Run, writer: metrics.Writer) -> None:
   """Held-out evaluation, and what people and programs read afterwards. All is saved:
   what asks to stop is obeyed at once."""
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -281,8 +286,7 @@ def finish(run: Run) -> None:
   total = heldout.count(config, run.data.heldout)
   result = run.evaluate(None, functools.partial(terminal.watch, total=total))
   if result['loss'] is not None:
-    with metrics.Writer(directory, config.steps, config.wandb) as writer:
-      writer.write(config.steps, {'split': 'heldout', 'final': True, **result})
+    writer.write(config.steps, {'split': 'heldout', 'final': True, **result})
   say('\n'.join(x for x in (heldout.table(result), answers.table(result)) if x))
   lines = metrics.read_metrics(directory / 'metrics.jsonl') if first else []
   trained = [line for line in lines if 'split' not in line]

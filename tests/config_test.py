@@ -19,7 +19,7 @@ from mtpjax.fields import ConfigError
 from mtpjax.models import trunk as trunks
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted(p.relative_to(ROOT) for p in (ROOT / 'configs').glob('*.py'))
+FILES = sorted(p.relative_to(ROOT) for p in (ROOT / 'configs').rglob('*.py'))
 
 
 @dataclasses.dataclass

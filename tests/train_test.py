@@ -229,22 +229,3 @@ def test_too_high_a_rate_ends_the_run_naming_the_step(place, train):
   step = int(done.stderr.partition('error: step ')[2].partition(':')[0])
   assert saved_steps(workdir) == list(range(1, step))
   assert all(np.isfinite(x).all() for x in arrays(workdir, step - 1).values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  'path', sorted(p.stem for p in (ROOT / 'configs').glob('*.py'))
-)
-def test_every_tiny_config_runs_from_its_command_to_its_summary(place, path, tmp_path):
-  done = subprocess.run(
-    [sys.executable, '-m', 'mtpjax.train', f'--config={ROOT}/configs/{path}.py:tiny'],
-    env=environment(place),
-    cwd=tmp_path,
-    capture_output=True,
-    text=True,
-  )
-  ended_well(done)
-  workdir = tmp_path / 'runs' / f'{path}-tiny'
-  losses = [x['loss'] for x in lines(workdir) if 'split' not in x]
-  assert losses[-1] < losses[0]
-  assert f'python -m mtpjax.evaluate --checkpoint=runs/{path}-tiny' in done.stdout

@@ -6,7 +6,9 @@ Nagarajan 2024; semantics of the task in `mtpjax/data/tasks.py`).
 A graph of two paths of three labels; the answer's second label has to be planned. By
 `:ntp`, next token alone; `:parallel`, two of Meta's heads; `:sequential`, a DeepSeek-V3
 module; `:order`, token order; `:bag`, future bag of words. Hardware: 2 CPU cores. Time:
-under 8 minutes each. `:tiny` takes seconds and shows only that everything runs.
+under 8 minutes each. Expected: `:ntp` answers half of the graphs and stays there; the
+others nearly all within 1,000 steps. `:tiny` takes seconds and shows only that
+everything runs.
 """
 
 from typing import Literal
@@ -19,14 +21,14 @@ from mtpjax.objectives import bag, token_order
 
 
 def get_config(
-  arg: Literal['ntp', 'parallel', 'sequential', 'order', 'bag', 'tiny'] = 'parallel',
+  arg: Literal['', 'ntp', 'parallel', 'sequential', 'order', 'bag', 'tiny'] = '',
 ) -> config.Config:
   task = tasks.PathStar(paths=2, length=3, labels=10)
   if arg == 'tiny':
     task.heldout = 64
   weight = schedules.Constant(1.0)
   c = config.Config(
-    name=f'path-star-{arg}',
+    name=f'path-star-{arg}' if arg else 'path-star',
     steps=4000 if arg == 'ntp' else 3000,
     log_every=50,
     data=batches.Config(source=task, length=task.size, batch=256),
@@ -38,7 +40,7 @@ def get_config(
     evaluation=heldout.Config(every=250),
     decode=acceptance.Config(prompts=64, tokens=task.length),
   )
-  if arg in ('parallel', 'tiny'):
+  if arg in ('', 'parallel', 'tiny'):
     c.drafter = parallel.Config(depth=1, weight=weight)
   elif arg == 'sequential':
     c.drafter = sequential.Config(depth=1, weight=weight)
