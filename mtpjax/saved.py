@@ -11,7 +11,7 @@ import jax
 from absl import flags
 
 from mtpjax import config as configs
-from mtpjax import fields, mesh, model
+from mtpjax import fields, mesh, model, workdir
 from mtpjax import step as steps
 from mtpjax.checkpoint import Checkpoints, find, read_metadata
 from mtpjax.data import tokenizer
@@ -79,13 +79,22 @@ def restore(
     directory, step = named(), flags.FLAGS.step
   directory = find(directory)
   metadata = read_metadata(directory, step)
+  trained = cast(configs.Config, fields.from_json(metadata['config']))
   if config is None:
-    config = cast(configs.Config, fields.from_json(metadata['config']))
+    config = trained
     config.mesh = mesh.Config()
+  if config.data.tokenizer != trained.data.tokenizer:
+    raise fields.ConfigError(
+      'data.tokenizer',
+      config.data.tokenizer,
+      f'the checkpoint was trained with {trained.data.tokenizer}',
+      'leave it as it is: the tokenizer comes with the checkpoint',
+    )
   config.optimizer.accumulate = 1  # there is no gradient to accumulate
   if jax.sharding.get_mesh().empty:
     jax.set_mesh(mesh.make(config.mesh))
   tokens = tokenizer.from_json(metadata['tokenizer'])
+  workdir.check_tokenizer(metadata, tokens)
   configs.finalize(config, tokens.vocab_size)
   graphdef, abstract, _ = model.init(config.trunk, config.parts(), config.seed)
   wanted = steps.to_evaluate(abstract, config)

@@ -170,6 +170,7 @@ def begin(config: configs.Config) -> Run:
     state=None,
   )
   if restored := run.saved.restore(run.abstract_state):
+    workdir.check_tokenizer(restored.metadata, data.tokenizer)
     run.state, run.done = restored.state, restored.step
     run.resumed_at = run.done
     position = restored.data_state

@@ -17,6 +17,7 @@ import jax
 
 from mtpjax import config as configs
 from mtpjax import fields, metrics
+from mtpjax.checkpoint import CheckpointError
 from mtpjax.data.tokenizer import Tokenizer
 
 
@@ -107,3 +108,14 @@ def metadata(config: configs.Config, tokenizer: Tokenizer) -> dict[str, Any]:
     },
     'conditions': metrics.conditions(),
   }
+
+
+def check_tokenizer(saved: dict[str, Any], tokenizer: Tokenizer) -> None:
+  """Raises CheckpointError if a checkpoint's metadata is of another tokenizer: its ids
+  would mean other text."""
+  if saved['tokenizer_fingerprint'] != tokenizer.fingerprint:
+    raise CheckpointError(
+      f'the checkpoint was made with another tokenizer ({saved["tokenizer"][:60]}…) '
+      f'than this ({tokenizer.to_json()[:60]}…); give it the documents and versions it '
+      'was made with, or start in another directory'
+    )

@@ -266,6 +266,26 @@ def test_a_skipped_update_leaves_all_as_it_was_and_counts(kind, given_gradients)
   assert int(states[5]['spike']['skipped']) == 2
 
 
+def test_a_run_that_goes_on_skips_what_the_straight_one_does(given_gradients, tmp_path):
+  spike = Spike(sigmas=3.0, window=8, warmup=2, patience=2)
+  config = Muon(rate=CONSTANT, ema=0.9, skip=spike, moment_dtype='bfloat16')
+  losses = (2, 2.1, 2.05, 9, 9, 9, 2)
+  with on(fsdp=2):
+    each = [drawn(seed, 'float32') for seed in range(1, 8)]
+    straight = given_gradients(drawn(0, 'float32'), config, each, losses)
+    init = functools.partial(step.init_state, config=config, freeze_trunk=False)
+    abstract = jax.eval_shape(init, straight[0][0]['params'])
+    with checkpoint.Checkpoints(tmp_path, checkpoint.Config(every=1)) as saved:
+      saved.save(4, straight[4][0], {}, wait=True)
+      restored = saved.restore(abstract)
+    assert restored is not None
+    rest = given_gradients(None, config, each[4:], losses[4:], state=restored.state)
+    chex.assert_trees_all_equal(rest[-1][0], straight[-1][0])
+  skipped = [int(m['skipped']) for _, m in straight[1:]]
+  assert skipped == [0, 0, 0, 1, 1, 0, 0]  # the third of a new level is accepted
+  assert [int(m['skipped']) for _, m in rest[1:]] == skipped[4:]
+
+
 def test_without_skips_or_average_the_state_has_neither(given_gradients):
   params = tensors('float32')
   state, metrics = given_gradients(params, AdamW(), [params])[-1]

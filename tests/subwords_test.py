@@ -148,6 +148,15 @@ def test_what_cannot_be_trained(changes, match):
     Bpe.Config(**changes).build(_documents(CORPUS))
 
 
+def test_a_fault_of_the_source_is_the_sources():
+  def documents():
+    yield from _documents(['a'] * 300)
+    raise DataError('line 301 is bad')
+
+  with pytest.raises(DataError, match='line 301 is bad'):
+    Bpe.Config().build(documents())
+
+
 def test_documents_without_text_train_nothing():
   for documents in ([], [Document('a', tokens=np.array([1, 2]))]):
     with pytest.raises(DataError, match='no document has text to train on'):
@@ -230,6 +239,7 @@ def _sentencepiece():
     ]
   )
   made.add_special_tokens(['<unk>', '<s>', '</s>'])
+  made.add_tokens([tokenizers.AddedToken('▁▁', normalized=False)])  # as Gemma's
   return made
 
 
@@ -381,6 +391,7 @@ def test_byte_counts_of_sentencepiece(tmp_path):
   for token, size in {
     '▁he': 3,
     '▁': 1,
+    '▁▁': 2,
     'lo': 2,
     'аб': 4,
     '<0xE2>': 1,
@@ -409,6 +420,8 @@ def test_json_needs_no_file(tmp_path, make):
     (tmp_path / 'special_tokens_map.json').unlink()
   built = config.build([])
   text = built.to_json()
+  mixed = dict(reversed(built.definition.items()))
+  assert HuggingFace(mixed, built.special).to_json() == text  # whatever the order
   for path in tmp_path.iterdir():
     path.unlink()
   again = tokenizer.from_json(text)
@@ -416,9 +429,9 @@ def test_json_needs_no_file(tmp_path, make):
   assert (again.fingerprint, again.to_json()) == (built.fingerprint, text)
   assert (again.end, again.special) == (built.end, built.special)
   assert again.encode(TEXTS[4]).tolist() == built.encode(TEXTS[4]).tolist()
-  assert again.fingerprint != HuggingFace(built.definition, {}, None).fingerprint
+  assert again.fingerprint != HuggingFace(built.definition, {}).fingerprint
   for broken in (
-    {**json.loads(text), 'end': 9999},
+    {**json.loads(text), 'special': {'pad': 9999}},
     {**json.loads(text), 'more': 1},
     {'kind': 'huggingface'},
     {**json.loads(text), 'definition': 5},

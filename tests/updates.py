@@ -40,10 +40,11 @@ def given_gradients(monkeypatch):
   monkeypatch.setattr(step.nnx, 'merge', lambda *x: None)
   monkeypatch.setattr(step.model, 'lambdas', lambda *x: {})
 
-  def run(params, optimizer, each, losses=(), **changes):
-    """[(state, metrics)], the start first."""
+  def run(params, optimizer, each, losses=(), state=None, **changes):
+    """[(state, metrics)], the start first: `state`, or a new one of the parameters."""
     config = configs.Config(optimizer=optimizer, **changes)
-    state = step.init_state(params, optimizer, config.freeze_trunk, config.tune)
+    if state is None:
+      state = step.init_state(params, optimizer, config.freeze_trunk, config.tune)
     chex.clear_trace_counter()
 
     def update(state, arrays):

@@ -10,8 +10,9 @@ import pytest
 
 from mtpjax import config as configs
 from mtpjax import fields, mesh, schedules, workdir
+from mtpjax.checkpoint import CheckpointError
 from mtpjax.data import batches, sources
-from mtpjax.data.tokenizer import Bytes
+from mtpjax.data.tokenizer import Bytes, Characters
 from mtpjax.drafters import parallel, sequential
 from mtpjax.models import trunk
 
@@ -147,6 +148,15 @@ def test_a_checkpoint_carries_what_is_needed_to_run_it_elsewhere():
   assert drafter['kind'] == 'sequential'
   assert drafter['modules'] == 1
   assert drafter['shared'] == ['embedding', 'head', 'module']
+
+
+def test_a_checkpoint_of_another_tokenizer_is_refused():
+  ours, other = Characters('ab'), Characters('ac')
+  saved = json.loads(json.dumps(workdir.metadata(settings(), ours)))
+  workdir.check_tokenizer(saved, Characters('ab'))
+  match = r'another tokenizer .*"ab".* than this .*"ac"'
+  with pytest.raises(CheckpointError, match=match):
+    workdir.check_tokenizer(saved, other)
 
 
 def test_a_directory_in_use_by_another_process_is_refused(tmp_path):

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,7 @@ class HuggingFace:
 
   Attributes:
     definition: what is in the file, without truncation, padding and dropout.
-    special: ids of the special tokens whose role is known.
-    end: the id that ends a document, or None.
+    special: ids of the special tokens whose role is known; 'end' ends a document.
 
   Raises:
     DataError: the definition is none, or an id is outside the vocabulary.
@@ -49,7 +48,6 @@ class HuggingFace:
 
   definition: dict[str, Any]
   special: dict[str, int]
-  end: int | None
 
   @dataclasses.dataclass
   class Config:
@@ -81,26 +79,32 @@ class HuggingFace:
             f'{", ".join(others) or "other files"}; make one with transformers: '
             'AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)'
           )
-      built = HuggingFace(_read(path), {}, None)
-      special = _roles(path.parent, built, self.end is None)
+      built = HuggingFace(_read(path), {})  # large ones take seconds: only once
+      built.special.update(_roles(path.parent, built, self.end is None))
       if self.end is not None:
-        special['end'] = built.id_of(self.end, 'tokenizer.end')
-      return HuggingFace(built.definition, special, special.get('end'))
+        built.special['end'] = built.id_of(self.end, 'tokenizer.end')
+      return built
 
   def __post_init__(self):
     plain = {**self.definition, 'truncation': None, 'padding': None}
     if isinstance(plain.get('model'), dict) and plain['model'].get('dropout'):
       plain['model'] = {**plain['model'], 'dropout': None}
     object.__setattr__(self, 'definition', plain)
+    if not self.vocabulary:
+      raise DataError('tokenizer: it has no token; give one that was trained')
     size = self.vocab_size
-    for role, number in {**self.special, 'end': self.end}.items():
-      if number is not None and not 0 <= number < size:
+    for role, number in self.special.items():
+      if not 0 <= number < size:
         raise DataError(f'special {role!r}={number} is outside the {size} tokens')
+
+  @property
+  def end(self) -> int | None:
+    return self.special.get('end')
 
   @property
   def vocab_size(self) -> int:
     """The largest id and one: ids may have holes."""
-    return len(self.bytes_per_token)
+    return self._size
 
   @property
   def fingerprint(self) -> str:
@@ -132,9 +136,9 @@ class HuggingFace:
 
   def to_json(self) -> str:
     """All of it, so that a checkpoint needs no other file."""
-    fields = {'definition': self.definition, 'special': self.special, 'end': self.end}
+    found = {'definition': self.definition, 'special': self.special}
     return json.dumps(
-      {'kind': 'huggingface', **fields}, sort_keys=True, ensure_ascii=False
+      {'kind': 'huggingface', **found}, sort_keys=True, ensure_ascii=False
     )
 
   def id_of(self, token: str, field: str) -> int:
@@ -161,32 +165,31 @@ class HuggingFace:
       ) from None
 
   @functools.cached_property
+  def _size(self) -> int:
+    return 1 + max(self.vocabulary.values())
+
+  @functools.cached_property
   def _fingerprint(self) -> str:
     return digest(self.to_json())
 
   @functools.cached_property
   def _sizes(self) -> np.ndarray:
-    if not self.vocabulary:
-      raise DataError('tokenizer: it has no token; give one that was trained')
-    sizes = np.zeros(1 + max(self.vocabulary.values()), np.int32)
+    sizes = np.zeros(self.vocab_size, np.int32)
     added = self._tokenizer.get_added_tokens_decoder()
-    for n, token in added.items():
-      sizes[n] = 0 if token.special else len(token.content.encode())
-    rest = {n: token for token, n in self.vocabulary.items() if n not in added}
     kinds = _kinds(self.definition.get('decoder'))
-    if 'ByteLevel' in kinds or not rest:
-      for n, token in rest.items():
-        sizes[n] = len(token)  # a character stands for a byte
-      return sizes
-    # Some decoders drop a space at the start: behind a token no start is left.
-    first = min(rest)
-    both = self._tokenizer.decode_batch(
-      [[first, n] for n in rest], skip_special_tokens=False
-    )
-    before = len(self._tokenizer.decode([first], skip_special_tokens=False).encode())
-    for (n, token), text in zip(rest.items(), both, strict=True):
-      byte = 'ByteFallback' in kinds and re.fullmatch('<0x[0-9A-F]{2}>', token)
-      sizes[n] = 1 if byte else max(0, len(text.encode()) - before)
+    if 'ByteLevel' in kinds:
+      # A character stands for a byte, but in what was added for itself.
+      for token, n in self.vocabulary.items():
+        sizes[n] = len(token.encode() if n in added else token)
+    else:
+      # Some decoders drop a space at the start: behind a token no start is left.
+      decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
+      first = min(self.vocabulary.values())
+      before = len(decode([first]).encode())
+      for token, n in self.vocabulary.items():
+        byte = 'ByteFallback' in kinds and re.fullmatch('<0x[0-9A-F]{2}>', token)
+        sizes[n] = 1 if byte else max(0, len(decode([first, n]).encode()) - before)
+    sizes[[n for n, token in added.items() if token.special]] = 0
     return sizes
 
 
@@ -220,11 +223,11 @@ class Bpe:
           no text.
       """
       del heldout
-      ends = [] if self.end is None else [self.end]
-      if self.vocab < 256 + len(ends):
+      spelt = [] if self.end is None else [self.end]
+      if self.vocab < 256 + len(spelt):
         raise DataError(
-          f'tokenizer.vocab={self.vocab}: 256 bytes and {len(ends)} special tokens are '
-          f'in it; use at least {256 + len(ends)}'
+          f'tokenizer.vocab={self.vocab}: 256 bytes and {len(spelt)} special tokens '
+          f'are in it; use at least {256 + len(spelt)}'
         )
       if self.end is not None and not (len(self.end) > 1 and self.end.isascii()):
         raise DataError(
@@ -237,20 +240,29 @@ class Bpe:
       trainer = trainers.BpeTrainer(
         vocab_size=self.vocab,
         min_frequency=2,
-        special_tokens=ends,
+        special_tokens=spelt,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
       )
-      texts = [document.text.decode() for document in documents if document.text]
-      if not texts:
-        raise DataError(
-          f'tokenizer={self}: no document has text to train on; if they are ids, name '
-          'their tokenizer'
-        )
-      made.train_from_iterator(texts, trainer)
-      end = None if self.end is None else made.token_to_id(self.end)
-      special = {} if end is None else {'end': end}
-      return HuggingFace(json.loads(made.to_str()), special, end)
+      made.train_from_iterator(_texts(self, documents), trainer)
+      built = HuggingFace(json.loads(made.to_str()), {})
+      if self.end is not None:
+        built.special['end'] = built.id_of(self.end, 'tokenizer.end')
+      return built
+
+
+def _texts(config: Bpe.Config, documents: Iterable[Document]) -> Iterator[str]:
+  """Raises DataError at the end if there was none."""
+  seen = False
+  for document in documents:
+    if document.text:
+      seen = True
+      yield document.text.decode()
+  if not seen:
+    raise DataError(
+      f'tokenizer={config}: no document has text to train on; if they are ids, name '
+      'their tokenizer'
+    )
 
 
 def _kinds(decoder: Any) -> set[str]:
