@@ -3,20 +3,16 @@
 import json
 import shutil
 import struct
-import subprocess
-import sys
 from typing import Any
 
 import matplotlib.image
 import numpy as np
 import pytest
 from runs import (
-  ROOT,
   STEPS,
   arrays,
   assert_mistake,
   ended_well,
-  environment,
   lines,
   saved_steps,
   summary,

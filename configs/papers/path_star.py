@@ -28,7 +28,7 @@ def get_config(
     task.heldout = 64
   weight = schedules.Constant(1.0)
   c = config.Config(
-    name=f'path-star-{arg}' if arg else 'path-star',
+    name=f'path_star-{arg}' if arg else 'path_star',
     steps=4000 if arg == 'ntp' else 3000,
     log_every=50,
     data=batches.Config(source=task, length=task.size, batch=256),
