@@ -112,6 +112,7 @@ def finalize(config: Config, vocab: int | None = None) -> Config:
     fix = "pip install 'mtpjax[wandb]', or set None"
     raise ConfigError('wandb', config.wandb, 'needs a package that is missing', fix)
   config.data.validate()
+  _check_positions(config)
   _check_mesh(config)
   _check_dtype(config.trunk)
   by_name = config.tune or isinstance(config.optimizer, optimizers.Muon)
@@ -145,6 +146,26 @@ def _check_needs(config: Config) -> None:
             f'is no layer of a trunk of {left}',
             f'use 0 … {limit}',
           )
+
+
+def _check_positions(config: Config) -> None:
+  """A table of positions must reach as far as rows and decodes do."""
+  count, length, decode = (
+    config.trunk.learned_positions,
+    config.data.length,
+    config.decode,
+  )
+  if count is None:
+    return
+  decoded = min(decode.prompt_tokens, length) + decode.tokens
+  for field, needed in (('data.length', length), ('decode.tokens', decoded)):
+    if needed > count:
+      raise ConfigError(
+        'trunk.learned_positions',
+        count,
+        f'ends before the {needed} positions that {field} needs',
+        f'use at least {needed}',
+      )
 
 
 def _check_mesh(config: Config) -> None:

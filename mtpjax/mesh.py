@@ -31,6 +31,7 @@ whole_BT = P(BATCH, None)  # time unsharded: keys' positions, shifted tokens
 
 # Weights at rest; `gathered` drops 'fsdp' where one is used.
 w_VD = P('tensor', 'fsdp')
+w_PD = P(None, 'fsdp')
 w_DHC = P('fsdp', 'tensor', None)
 w_HCD = P('tensor', None, 'fsdp')
 w_DF = P('fsdp', 'tensor')

@@ -82,6 +82,8 @@ def heads(w, h, name, config):
     return x
   if config.qk_norm:
     x = rms_norm(x, w[f'gain_{name}'])
+  if config.learned_positions is not None:
+    return x
   rows = [[rotate(v, i, config.rope_theta) for v in row] for i, row in enumerate(x)]
   return np.array(rows)
 
@@ -101,6 +103,8 @@ def attention(q, k, v, window, config):
 def transcription(w, tokens, config):
   """(streams after 0..L layers, keys and values by layer, logits) of one document."""
   x = w['embedding'][tokens]
+  if config.learned_positions is not None:
+    x = x + w['places'][: len(x)]
   streams, keys = [x], []
   for n in range(config.layers):
     b = {name: stack[n] for name, stack in w['blocks'].items()}
@@ -224,6 +228,12 @@ def test_packed_rows_are_the_transcription_of_each_document(sizes):
 def test_a_plain_trunk_is_its_transcription():
   with jax.enable_x64(True), on():
     check(plain(), 1e-10, taps=(1,))
+
+
+@pytest.mark.parametrize('sizes', [{}, MESHES['fsdp, context, tensor']], ids=['1', '8'])
+def test_learned_positions_are_added_once_and_nothing_turns(sizes):
+  with jax.enable_x64(True), on(**sizes):
+    check(plain(learned_positions=T), 1e-10, taps=(0,), kv_layers=(1,))
 
 
 def test_one_layer_of_a_longer_pattern_in_float32_is_its_transcription():

@@ -90,11 +90,15 @@ def project(
       x = layers.norm(x, w[f'gain_{name}'], config.norm_epsilon)
     return x
 
-  q = layers.rope(one('query'), positions_BT, config.rope_theta)
+  def placed(x):
+    if config.learned_positions is not None:  # they are in the residual stream
+      return x
+    return layers.rope(x, positions_BT, config.rope_theta)
+
+  q = placed(one('query'))
   if only_queries:
     return (q,)
-  k = layers.rope(one('key'), positions_BT, config.rope_theta)
-  return q, k, one('value')
+  return q, placed(one('key')), one('value')
 
 
 def attend(

@@ -53,6 +53,8 @@ class Config:
   attention_softcap: float | None = None
   logit_softcap: float | None = None
   rope_theta: float = 10_000.0
+  # None: rotary positions. n: learnt ones instead, for n positions, as GPT-2 has them.
+  learned_positions: int | None = None
   norm_epsilon: float = 1e-6
   embed_std: float = 0.02  # of the embedding and of a separate head
   remat: Literal['none', 'dots', 'full'] = 'full'
@@ -118,6 +120,10 @@ class Config:
       raise ConfigError(
         'trunk.windows', self.windows, 'is no pattern of windows', 'use e.g. (1024, 0)'
       )
+    count = self.learned_positions
+    if count is not None and not 1 <= count < 2**31:
+      fix = 'use at least data.length, or None for rotary ones'
+      raise ConfigError('trunk.learned_positions', count, 'is out of range', fix)
     for name in ('attention_softcap', 'logit_softcap'):
       cap = getattr(self, name)
       if cap is not None and cap <= 0:
@@ -182,6 +188,9 @@ class Trunk(nnx.Module):
       config.param_dtype,
     )
     self.embedding = blocks.normal(rngs, (V, D), std, mesh.w_VD, dtype)
+    if config.learned_positions is not None:
+      shape = (config.learned_positions, D)
+      self.places = blocks.normal(rngs, shape, std, mesh.w_PD, dtype)
     self.blocks = blocks.Blocks(config, config.layers, rngs)
     self.gain_final = blocks.constant(1.0, (D,), mesh.gain, dtype)
     if not config.tied:
@@ -189,6 +198,17 @@ class Trunk(nnx.Module):
 
   def embed(self, ids: Int[Array, '*shape']) -> Float[Array, '*shape D']:
     return layers.embed(self.embedding[...], ids, self.config.dtype)
+
+  def enter(
+    self, ids_BT: Int[Array, 'B T'], positions_BT: Int[Array, 'B T']
+  ) -> Float[Array, 'B T D']:
+    """What the first layer reads."""
+    x_BTD, count = self.embed(ids_BT), self.config.learned_positions
+    if count is None:
+      return x_BTD
+    # Junk rows of a decode may be beyond the table.
+    at = jnp.minimum(positions_BT, count - 1)
+    return x_BTD + layers.embed(self.places[...], at, self.config.dtype)
 
   def final_norm(self, x_BTD: Float[Array, 'B T D']) -> Float[Array, 'B T D']:
     return layers.norm(x_BTD, self.gain_final[...], self.config.norm_epsilon)
@@ -202,7 +222,7 @@ class Trunk(nnx.Module):
     self, tokens_BT: Int[Array, 'B T'], rows: Rows, needs: Needs = Needs()
   ) -> TrunkOutput:
     """All layers over whole rows."""
-    x_BTD = self.embed(tokens_BT)
+    x_BTD = self.enter(tokens_BT, rows.positions)
     return scan(blocks.arrays(self.blocks), x_BTD, rows, self.config, needs)
 
 

@@ -171,7 +171,7 @@ def prefill(
     start = jnp.minimum(at, lengths_B)
     count = jnp.clip(lengths_B - start, 0, plan.chunk)
     inputs = cache.take(state.tokens, start, plan.chunk)
-    x = model.trunk.embed(jax.reshard(inputs, mesh.ids_BT))
+    x = _enter(model, inputs, start)
     out, caches = trunk.extend(layers, x, start, state.caches, config, model.needs)
     # Rows whose prompt ends in this chunk get their first token.
     ends = (count > 0) & (start + count == lengths_B)
@@ -198,6 +198,11 @@ def prefill(
   )[1]
 
 
+def _enter(model, ids_BT, start_B):
+  positions = cache.positions(start_B, ids_BT.shape[1])
+  return model.trunk.enter(jax.reshard(ids_BT, mesh.ids_BT), positions)
+
+
 def one_round(
   graphdef: Any, plan: Plan, weights: PyTree, state: State, sampling: Sampling
 ) -> State:
@@ -221,7 +226,7 @@ def one_round(
     drafted, q = cache.whole(draft.tokens), draft.q
     count = jnp.minimum(count, draft.count)
   block = jnp.concatenate([last, drafted], 1)
-  x = model.trunk.embed(jax.reshard(block, mesh.ids_BT))
+  x = _enter(model, block, start)
   out, caches = trunk.extend(
     layers, x, start, state.caches, model.trunk.config, model.needs
   )

@@ -69,7 +69,8 @@ class Decoder:
     draft: the longest draft to compile for; None is what the drafter was trained for, 0
       decodes plainly.
     rule: one of `verify.RULES`; greedy rows do not depend on it.
-    longest: tokens of a row, prompt and new ones, at most.
+    longest: tokens of a row, prompt and new ones, at most; never more than a trunk
+      with learned positions has.
     chunk: tokens of a prompt read at once.
 
   Raises:
@@ -103,7 +104,9 @@ class Decoder:
         raise ConfigError(name, value, 'is not positive', 'use at least 1')
     self.draft = _draft(nnx.merge(graphdef, params), draft)
     self.vocab: int = _vocab(graphdef, params)
-    self.rule, self.longest, self.chunk = rule, longest, chunk
+    learned = nnx.merge(graphdef, params).trunk.config.learned_positions
+    self.longest = longest if learned is None else min(longest, learned)
+    self.rule, self.chunk = rule, chunk
     self._graphdef = graphdef
     self.take(params)
     self._compiled: dict[tuple, Any] = {}

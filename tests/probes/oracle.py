@@ -67,7 +67,8 @@ def project(w, x, position, config, names=('query', 'key', 'value')):
       if name != 'value':
         if config.qk_norm:
           y = norm(y, w[f'gain_{name}'])
-        y = rope(y, position, config.rope_theta)
+        if config.learned_positions is None:
+          y = rope(y, position, config.rope_theta)
       heads.append(y)
     out.append(np.stack(heads))
   return out
