@@ -269,6 +269,19 @@ def variants(path):
   raise AssertionError(f'{path} has no get_config')
 
 
+def test_a_table_of_positions_reaches_as_far_as_rows_and_decodes():
+  config = configs.Config()
+  config.trunk.learned_positions = config.data.length - 1
+  with pytest.raises(ConfigError, match=r'learned_positions = 255: .*data\.length'):
+    finalize(config)
+  config.trunk.learned_positions = config.data.length = 100
+  config.decode.prompt_tokens, config.decode.tokens = 64, 37
+  with pytest.raises(ConfigError, match=r'= 100: .*101 positions.*decode\.tokens'):
+    finalize(config)
+  config.decode.tokens = 36
+  finalize(config)
+
+
 @pytest.mark.parametrize('arg', ['', 'tiny'])
 @pytest.mark.parametrize('path', FILES, ids=str)
 def test_every_config_file_loads_and_can_run(path, arg):

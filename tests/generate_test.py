@@ -189,6 +189,27 @@ def test_every_heads_greedy_text_is_plain_decodings_at_every_length(drafter):
   assert out.stats.kept.any()
 
 
+@pytest.mark.parametrize(
+  'sizes', [{'fsdp': 1}, {'fsdp': 4, 'tensor': 2}], ids=['1', '8']
+)
+def test_learned_positions_decode_as_they_are_trained_up_to_the_last_one(sizes):
+  drafter = sequential.Config(depth=2)
+  longest = int(LENGTHS[:8].max()) + 24
+  with on_mesh(fsdp=1):
+    graphdef, params = build(drafter, learned_positions=longest)
+    text, _, _ = plainly(graphdef, params, *ROWS, 24)
+  with on_mesh(**sizes):
+    graphdef, params = build(drafter, learned_positions=longest)
+    decoder = generate.Decoder(graphdef, params, chunk=3)
+    settings = [Settings(budget=24, draft=b % 3) for b in range(8)]
+    out = decoder.generate(*ROWS, settings)
+    for b, n in enumerate(LENGTHS[:8]):
+      assert out.tokens[b].tolist() == text[b, n : n + 24].tolist()
+    assert out.stats.kept.any() and decoder.longest == longest
+    with pytest.raises(ConfigError, match=f'does not fit longest={longest}'):
+      decoder.generate(*ROWS, Settings(budget=25))
+
+
 def test_a_row_does_not_depend_on_its_batch(natural):
   decoder = natural[2]
   prompts, lengths = ROWS
