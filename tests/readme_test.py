@@ -1,5 +1,6 @@
 """What the README says is so: its tree, its code, its commands."""
 
+import importlib
 import os
 import pathlib
 import re
@@ -27,7 +28,7 @@ def blocks(language):
 
 def test_the_tree_names_every_module_and_nothing_else():
   tree = next(block for block in blocks('') if block.startswith('mtpjax/'))
-  named = set(re.findall(r'\b[a-z]+\.py\b', tree))
+  named = set(re.findall(r'(?<!/)\b[a-z_]+\.py\b', tree))
   modules = {path.name for path in (ROOT / 'mtpjax').glob('*.py')} - {'__init__.py'}
   assert named - {'base.py'} == modules
   folders = {
@@ -88,11 +89,28 @@ def test_the_python_of_the_tour_runs():
   assert run.stdout.startswith("['objectives', 'trunk']")
 
 
+def test_the_sources_of_the_readme_are_made_as_it_says():
+  code = next(block for block in blocks('python') if 'mixture.Mixture' in block)
+  exec(code, {})
+
+
+def test_what_it_says_can_be_learnt_can_be_configured():
+  rows = re.findall(r'^\| [^|]+ \| `(\w+)\.Config\((.*)\)` \|', README, re.MULTILINE)
+  assert len(rows) == 6
+  for module, args in rows:
+    folder = 'objectives' if 'window' in args or 'farthest' in args else 'drafters'
+    found = importlib.import_module(f'mtpjax.{folder}.{module}')
+    eval(f'Config({args.replace("form=…", "")})', vars(found))
+
+
 @pytest.mark.slow
-def test_the_commands_of_the_tour_run(tmp_path):
-  tour = README.partition('## A tour')[2].partition('```sh\n')[2].partition('```')[0]
-  commands = tour.replace('\\\n', ' ').strip().splitlines()
-  assert len(commands) >= 4
+def test_the_commands_of_the_tour_and_of_data_run(tmp_path):
+  tour, data = (
+    README.partition(heading)[2].partition('```sh\n')[2].partition('```')[0]
+    for heading in ('## A tour', '## Data')
+  )
+  commands = (tour + data).replace('\\\n', ' ').strip().splitlines()
+  assert len(commands) >= 5 and 'prepare' in commands[-1]
   os.symlink(ROOT / 'configs', tmp_path / 'configs')
   os.symlink(ROOT / 'mtpjax', tmp_path / 'mtpjax')
   for command in commands:
