@@ -10,10 +10,12 @@ temperature, top_k, top_p, min_p, seed, draft. --draft=0 decodes plainly. --json
 writes JSON to standard output, and nothing else.
 """
 
+import contextlib
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +109,27 @@ def stop_ids(tokenizer: Any) -> tuple[int, ...]:
   return tuple(found)
 
 
+@contextlib.contextmanager
+def _named_as_flags(given: list[tuple[str, dict[str, Any]]]) -> Iterator[None]:
+  """A setting is refused by the flag that it came from."""
+  try:
+    yield
+  except fields.ConfigError as error:
+    name = error.field.rpartition('.')[2]
+    own = any(name in settings for _, settings in given)
+    if own or name not in (*_OWN, 'rule', 'longest'):
+      raise
+    flag = '--tokens' if name == 'budget' else f'--{name}'
+    raise fields.ConfigError(flag, error.value, error.problem, error.fix) from None
+
+
 def main(config: configs.Config) -> int:
   given = read_prompts()
+  with _named_as_flags(given):
+    return complete(given, config)
+
+
+def complete(given: list[tuple[str, dict[str, Any]]], config: configs.Config) -> int:
   silent = flags.FLAGS.json == '-'
   out = None if silent else saved.output()
   jax.set_mesh(mesh.make(config.mesh))

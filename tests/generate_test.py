@@ -210,6 +210,24 @@ def test_learned_positions_decode_as_they_are_trained_up_to_the_last_one(sizes):
       decoder.generate(*ROWS, Settings(budget=25))
 
 
+def test_padding_of_the_vocabulary_is_never_sampled_or_drafted(natural):
+  """Though it would win every time."""
+  graphdef, params, decoder = natural
+  table = np.array(params['trunk']['unembedding'])
+  assert len(table) > V
+  table[V:] = 100 * np.sign(table[:1])
+  loud = {**params, 'trunk': {**params['trunk'], 'unembedding': jax.numpy.array(table)}}
+  with on_mesh(fsdp=1):
+    placed = jax.device_put(loud, jax.tree.map(lambda x: x.sharding, params))
+    decoder.take(placed)
+    out = decoder.generate(*ROWS, MIXED)
+    decoder.take(params)
+    same = decoder.generate(*ROWS, MIXED)
+  assert out.tokens.max() < V
+  np.testing.assert_array_equal(out.tokens, same.tokens)
+  np.testing.assert_array_equal(out.logprobs, same.logprobs)
+
+
 def test_a_row_does_not_depend_on_its_batch(natural):
   decoder = natural[2]
   prompts, lengths = ROWS
