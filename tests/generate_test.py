@@ -212,7 +212,7 @@ def test_learned_positions_decode_as_they_are_trained_up_to_the_last_one(sizes):
 
 def test_padding_of_the_vocabulary_is_never_sampled_or_drafted(natural):
   """Though it would win every time."""
-  graphdef, params, decoder = natural
+  _, params, decoder = natural
   table = np.array(params['trunk']['unembedding'])
   assert len(table) > V
   table[V:] = 100 * np.sign(table[:1])
