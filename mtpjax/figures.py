@@ -15,7 +15,8 @@ _COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#56B4E9', '#E69F00', '#
 
 
 def loss_figure(metrics: Sequence[Mapping[str, Any]], path: str | os.PathLike) -> None:
-  """Draws loss by depth over the steps as a PNG: training and held-out, and λ below.
+  """Draws loss by depth over the steps as a PNG: training and held-out, and below them
+  a task's exact answers and λ, where there are any.
 
   Raises:
     ValueError: No line has `loss_by_depth`.
@@ -31,12 +32,15 @@ def loss_figure(metrics: Sequence[Mapping[str, Any]], path: str | os.PathLike) -
   for row in train:
     for name, value in (row.get('lambda') or {}).items():
       weights.setdefault(name, []).append((row['step'], _number(value)))
-  figure = Figure(figsize=(7.2, 4.8 if weights else 4.0), dpi=160, layout='constrained')
-  if weights:
-    top, bottom = figure.subplots(2, sharex=True, height_ratios=[5, 1])
-  else:
-    top = bottom = figure.subplots()
-  for axes in {top, bottom}:
+  answers = [(r['step'], r['exact_match']) for r in held if 'exact_match' in r]
+  heights = [5, *([2] if answers else []), *([1] if weights else [])]
+  size = (7.2, 4.0 + 0.8 * (sum(heights) - 5))
+  figure = Figure(figsize=size, dpi=160, layout='constrained')
+  panels = figure.subplots(
+    len(heights), sharex=True, height_ratios=heights, squeeze=False
+  )[:, 0]
+  top, bottom = panels[0], panels[-1]
+  for axes in panels:
     axes.spines[['top', 'right']].set_visible(False)
     axes.grid(axis='y', color='0.9', linewidth=0.8)
     axes.set_axisbelow(True)
@@ -63,6 +67,9 @@ def loss_figure(metrics: Sequence[Mapping[str, Any]], path: str | os.PathLike) -
     for text, style, marker in notes:
       top.plot([], [], linestyle=style, marker=marker, color='0.35', label=text)
     top.legend(frameon=False, loc='upper right')
+  if answers:
+    panels[1].plot(*zip(*answers, strict=True), 'o-', color=_COLOURS[0], markersize=4)
+    panels[1].set(ylabel='exact answers', ylim=(0, 1.05))
   for index, (name, values) in enumerate(sorted(weights.items())):
     style = ('-', '--', ':', '-.')[index % 4]
     steps = zip(*values, strict=True)

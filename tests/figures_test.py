@@ -77,6 +77,23 @@ def test_loss_figure_draws_what_it_was_given(tmp_path, monkeypatch):
   assert min(np.diff(places)) >= 0.05 * np.ptp(top.get_ylim())  # none over another
 
 
+def test_exact_answers_have_a_panel_of_their_own(tmp_path, monkeypatch):
+  from matplotlib.figure import Figure
+
+  drawn = []
+  monkeypatch.setattr(Figure, 'savefig', lambda self, *_, **__: drawn.append(self))
+  rows = curve()
+  answers = {20: 0.25, 40: 0.0, 60: 1.0}
+  for row in rows:
+    if 'split' in row:
+      row['exact_match'] = answers[row['step']]
+  figures.loss_figure(rows, tmp_path / 'loss.png')
+  _, panel, weights = drawn[0].axes
+  (points,) = panel.lines
+  assert dict(zip(*points.get_data(), strict=True)) == answers
+  assert panel.get_ylabel() == 'exact answers' and weights.get_ylabel() == 'λ'
+
+
 def test_smoothing_matches_a_loop():
   values = np.random.default_rng(0).normal(size=400)
   want = [np.mean(values[max(0, i - 5) : min(400, i + 6)]) for i in range(400)]
