@@ -41,8 +41,10 @@ class Answers:
     else:
       self._decoder.take(params)
     right = 0
-    for first in range(0, len(tokens), BATCH):
-      own, start = (x[first : first + BATCH] for x in (tokens, starts))
+    # In equal parts, so that one compilation serves them all.
+    parts = -(-len(tokens) // BATCH)
+    split = (np.array_split(x, parts) for x in (tokens, starts))
+    for own, start in zip(*split, strict=True):
       settings = [Settings(budget=own.shape[1] - int(n)) for n in start]
       out = self._decoder.generate(own, start, settings)
       for n, row, new in zip(start, own, out.tokens, strict=True):

@@ -193,3 +193,43 @@ def test_other_units_are_recorded_and_have_a_heading_of_their_own():
   assert names == ['depth', 'next', '1', 'more 1', 'depth', 'bag 1']
   assert cells[0] == ['depth', 'nats/token', 'bits/byte', 'top-1', 'targets']
   assert cells[4] == ['depth', 'nats/bag', 'bits/byte', 'whole bag', 'targets']
+
+
+@pytest.mark.parametrize('limit', [None, 1, 2])
+def test_domains_are_evaluated_apart_and_together(limit):
+  own = {
+    'code': plan([8, 8, 7, 5, 3, 8]),
+    'none': plan([]),
+    'prose': plan([4, 1, 6, 2], seed=1),
+  }
+  parts, config = {'next': (0, 1), 'drafter': (1, 2)}, settings(2)
+  rows, compiled = pack.Join(own), Compiled(parts)
+  figures = heldout.evaluate(compiled, {}, config, rows, limit=limit)
+  alone = {
+    name: heldout.evaluate(Compiled(parts), {}, config, part, limit=limit)
+    for name, part in own.items()
+    if len(part)
+  }
+  assert figures['domains'] == alone
+  assert 'domains' not in alone['code']
+  assert heldout.count(config, rows, limit) == len(compiled.batches)
+  if limit is None:
+    everything = [rows.row(n) for n in range(len(rows))]
+  else:
+    everything = [p.row(n) for p in own.values() for n in range(min(len(p), 2 * limit))]
+  counts = [sum(len(targets(row, depth)) for row in everything) for depth in range(3)]
+  assert figures['counts_by_depth'] == counts
+  total = sum(
+    x['loss_by_depth'][0] * x['counts_by_depth'][0] for x in alone.values()
+  ) / sum(x['counts_by_depth'][0] for x in alone.values())
+  assert figures['loss'] == pytest.approx(total, rel=1e-12)
+  said = heldout.table(figures)
+  assert [x for x in said.splitlines() if x.endswith(':')] == [
+    'held out:',
+    'code:',
+    'prose:',
+  ]
+  line = heldout.brief({**figures, 'exact_match': 0.5})
+  assert line.startswith(f'{figures["loss"]:.4f} ') and ', prose ' in line
+  assert line.endswith('exact answers 0.5000')
+  assert heldout.brief(heldout.evaluate(compiled, {}, config, plan([]))) == 'nothing'
