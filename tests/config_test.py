@@ -269,6 +269,20 @@ def variants(path):
   raise AssertionError(f'{path} has no get_config')
 
 
+@pytest.mark.parametrize(
+  ('backend', 'dtype'), [('cpu', 'float32'), ('gpu', 'bfloat16'), ('tpu', 'bfloat16')]
+)
+def test_accelerators_compute_in_bfloat16_with_parameters_in_float32(
+  monkeypatch, backend, dtype
+):
+  monkeypatch.setattr('jax.default_backend', lambda: backend)
+  trunk = finalize(configs.Config()).trunk
+  assert (trunk.dtype, trunk.param_dtype) == (dtype, 'float32')
+  named = configs.Config()
+  named.trunk.dtype = 'float32'
+  assert finalize(named).trunk.dtype == 'float32'
+
+
 def test_a_table_of_positions_reaches_as_far_as_rows_and_decodes():
   config = configs.Config()
   config.trunk.learned_positions = config.data.length - 1
