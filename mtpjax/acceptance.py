@@ -115,10 +115,17 @@ _BY_LENGTH = ('acceptance_rate', 'tau', 'tokens_per_pass')
 
 
 def prompts(
-  config: Config, rows: pack.Rows, tokenizer: Tokenizer
+  config: Config, rows: pack.Rows, tokenizer: Tokenizer, longest: int | None = None
 ) -> tuple[Int[np.ndarray, 'B P'], Int[np.ndarray, ' B']] | None:
   """Tokens and lengths: the given text, then the starts of held-out rows, spread evenly
-  over them. None if there are none."""
+  over them. None if there are none.
+
+  Args:
+    longest: positions that the trunk has learned; None: any number.
+
+  Raises:
+    ConfigError: a prompt and what follows it do not fit there.
+  """
   ids = [] if config.text is None else [tokenizer.encode(config.text, 'decode.text')]
   count = min(config.prompts, len(rows))
   for index in np.linspace(0, len(rows) - 1, count).astype(int) if count else ():
@@ -128,6 +135,14 @@ def prompts(
     # Where something is to be answered, the question is the prompt.
     question = int(np.argmax(row['mask'][:first]))
     ids.append(row['tokens'][: question or min(first, config.prompt_tokens)])
+  needed = max(map(len, ids), default=0) + config.tokens
+  if ids and longest is not None and needed > longest:
+    raise ConfigError(
+      'trunk.learned_positions',
+      longest,
+      f'ends before the {needed} positions of the longest prompt and decode.tokens',
+      f'use at least {needed}, or lower decode.tokens={config.tokens}',
+    )
   return pad(ids) if ids else None
 
 

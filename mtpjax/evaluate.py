@@ -42,7 +42,9 @@ def main(config: configs.Config) -> int:
   split = 'train' if _FILES.value else 'heldout'
   title = ', '.join(_FILES.value) if _FILES.value else 'held out'
   rows = batches.open_rows(config.data, run.tokenizer, split)
-  acceptance.prompts(config.decode, rows, run.tokenizer)  # refused before the work
+  # Refused before the work.
+  learned = config.trunk.learned_positions
+  acceptance.prompts(config.decode, rows, run.tokenizer, learned)
 
   abstract = jax.eval_shape(lambda: run.params)
   compiled = step.compile_eval(

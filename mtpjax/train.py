@@ -125,7 +125,9 @@ def begin(config: configs.Config) -> Run:
   configs.finalize(config)
   data = batches.open_data(config.data, config.seed)
   configs.finalize(config, data.tokenizer.vocab_size)
-  acceptance.prompts(config.decode, data.heldout, data.tokenizer)
+  acceptance.prompts(
+    config.decode, data.heldout, data.tokenizer, config.trunk.learned_positions
+  )
   graphdef, abstract, make_params = model.init(
     config.trunk, config.parts(), config.seed
   )

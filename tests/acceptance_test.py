@@ -119,6 +119,16 @@ def test_prompts_are_starts_of_documents_spread_over_the_rows_and_the_text_first
   assert TEXT.decode(ids[0, : lengths[0]]) == 'fade'
 
 
+def test_a_question_longer_than_the_learned_positions_is_refused():
+  ids = np.arange(24) % V
+  mask = np.arange(24) >= 20  # a question of 20 tokens
+  plan = pack.pack(pack.Corpus(ids.astype(np.uint8), np.array([0, 24]), mask), 24, 0)
+  _, lengths = acceptance.prompts(CONFIG, plan, TEXT, 53) or pytest.fail('none')
+  assert lengths.tolist() == [20]
+  with pytest.raises(ConfigError, match=r'learned_positions = 52: .* 53 positions'):
+    acceptance.prompts(CONFIG, plan, TEXT, 52)
+
+
 def test_nothing_to_measure_is_said():
   graphdef, params = build(DRAFTERS['rows'])
   plan = rows(12)
