@@ -138,13 +138,14 @@ def begin(config: configs.Config) -> Run:
     tune=config.tune,
   )
   abstract_state = jax.eval_shape(init_state, abstract)
-  plan = None
-  if config.init_from is not None:
+  plan, name = None, _WORKDIR.value or f'runs/{config.name}'
+  # A run that goes on has no more need of the other, which may be gone.
+  if config.init_from is not None and not Checkpoints(f'{name}/checkpoints').steps():
     conventions = configs.conventions(config)
     plan = init_from.plan(
       config.init_from, abstract, data.tokenizer, conventions, config.trunk
     )
-  directory = workdir.claim(_WORKDIR.value or f'runs/{config.name}', config)
+  directory = workdir.claim(name, config)
   metadata = workdir.metadata(config, data.tokenizer)
   best = None
   if config.evaluation.every is not None and config.evaluation.keep_best:
