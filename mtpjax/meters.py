@@ -201,8 +201,8 @@ class Training:
     self._meter, self._tokens = Meter(), 0
     for name, (total, count) in state['line'].items():
       self._meter.add(name, np.asarray(total), np.asarray(count))
-    if state['guard']:
-      self._smooth, self._lowest, self._high = state['guard']
+    unknown = math.inf, math.inf, 0
+    self._smooth, self._lowest, self._high = state['guard'] or unknown
     self._skipped, self.skipped = state['skipped']
 
   def add(self, step: int, out: dict, tokens: int) -> dict[str, Any]:

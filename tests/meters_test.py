@@ -200,6 +200,16 @@ def test_a_short_peak_and_a_high_start_stop_nothing():
   assert losses_until_it_stops(guard, calm) == (None, '')
 
 
+def test_going_back_to_before_any_loss_was_watched_forgets_the_watch():
+  rng, guard = np.random.default_rng(7), meters.Guard(above=1.0, patience=2)
+  meter, start = meters.Training(guard), meters.Training(guard).get_state()
+  for value in (1.0, 40.0):
+    meter.add(1, step_metrics(rng, loss=value), tokens=1)
+  meter.set_state(start)
+  meter.add(1, step_metrics(rng, loss=40.0), tokens=1)
+  assert meter.get_state()['guard'] == [40.0, 40.0, 0]
+
+
 def test_skipped_steps_are_counted_left_out_of_means_and_only_many_in_a_row_stop():
   guard = meters.Guard(patience=3)
   values = [1.0, math.nan, math.nan, 1.0, math.nan, math.nan, math.nan]
