@@ -83,14 +83,22 @@ class Checkpoints(contextlib.AbstractContextManager):
 
   Without a config they are open for reading only; with one, a directory that cannot be
   written is a CheckpointError. Every process of a run makes the same calls.
+
+  Args:
+    behind: those that the run goes back to: the newest step here that is not newer than
+      theirs stays too, since `forget_after` may leave nothing else.
   """
 
   def __init__(
-    self, directory: _Path, config: Config | None = None, metadata: dict | None = None
+    self,
+    directory: _Path,
+    config: Config | None = None,
+    metadata: dict | None = None,
+    behind: Checkpoints | None = None,
   ):
     std_logging.getLogger('absl').addFilter(_audible)  # orbax speaks through it
     self.directory = _absolute(directory)
-    self.config, self.metadata = config, metadata or {}
+    self.config, self.metadata, self._behind = config, metadata or {}, behind
     self._pending: tuple[int, ocp.AsyncResponse] | None = None
     self._damaged: set[int] = set()
     self._swept, self._primary = False, jax.process_index() == 0
@@ -161,8 +169,19 @@ class Checkpoints(contextlib.AbstractContextManager):
       (step, response), self._pending = self._pending, None
       with self._failing(step):
         response.result()
-      if self._primary:
-        self._prune()
+      self.prune()
+
+  def prune(self) -> None:
+    """Deletes what `Config` does not keep."""
+    if self.config is None or not self._primary:
+      return
+    steps = self.steps()
+    reached = self._behind and self._behind.latest_step()
+    needed = max((s for s in steps if s <= (reached or 0)), default=None)
+    for step in steps[: -self.config.keep]:
+      every = self.config.keep_every
+      if step != needed and (every is None or step % every):
+        self._delete(step)
 
   @contextlib.contextmanager
   def _failing(self, step: int) -> Iterator[None]:
@@ -174,12 +193,6 @@ class Checkpoints(contextlib.AbstractContextManager):
       self._swept = False  # other threads may still have been writing there
       problem = f'saving step {step} in {self.directory} failed: {_brief(error)}'
       raise CheckpointError(f'{problem}; whole steps there: {self.steps()}') from error
-
-  def _prune(self) -> None:
-    assert self.config is not None
-    for step in self.steps()[: -self.config.keep]:
-      if self.config.keep_every is None or step % self.config.keep_every:
-        self._delete(step)
 
   def _delete(self, step: int) -> None:
     # Renamed first: a kill must not leave half a checkpoint under a step's name.

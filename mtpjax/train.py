@@ -147,15 +147,16 @@ def begin(config: configs.Config) -> Run:
     )
   directory = workdir.claim(name, config)
   metadata = workdir.metadata(config, data.tokenizer)
+  saved = Checkpoints(directory / 'checkpoints', config.checkpoint, metadata)
   best = None
   if config.evaluation.every is not None and config.evaluation.keep_best:
     one = checkpoint.Config(every=1, keep=1)
-    best = Checkpoints(directory / 'best', one, metadata)
+    best = Checkpoints(directory / 'best', one, metadata, behind=saved)
   run = Run(
     config,
     data,
     directory,
-    saved=Checkpoints(directory / 'checkpoints', config.checkpoint, metadata),
+    saved=saved,
     best=best,
     clock=clock,
     meter=meters.Training(config.guard),
@@ -258,7 +259,11 @@ def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
               run.best.save(run.done, run.state, run.position())
       if saving:
         with clock('checkpoint'):
+          if run.best is not None:
+            run.best.close()  # a checkpoint's `lowest` is that of a best one on disk
           run.saved.save(run.done, run.state, run.position(), wait=last)
+          if run.best is not None:
+            run.best.prune()
       if stopping:
         name = signal.Signals(signals[0]).name
         where = f'step {run.done} in {run.directory}'

@@ -316,6 +316,26 @@ def test_keep_policy(tmp_path):
   assert names(tmp_path / 'all') == ['0', '1', '2', '3']  # none skipped as too early
 
 
+def test_what_a_run_may_go_back_to_stays(tmp_path):
+  state = {'x': jnp.arange(4.0)}
+  every = checkpoint.Config(every=1, keep=1)
+  saved = Checkpoints(tmp_path / 'saved', every)
+  best = Checkpoints(tmp_path / 'best', every, behind=saved)
+  for step in (3, 6):
+    best.save(step, state, {}, wait=True)
+  assert best.steps() == [6]
+  saved.save(8, state, {}, wait=True)
+  for step in (9, 10):
+    best.save(step, state, {}, wait=True)
+  assert best.steps() == [6, 10]
+  best.forget_after(8)
+  assert best.steps() == [6]
+  best.save(11, state, {}, wait=True)
+  saved.save(12, state, {}, wait=True)
+  best.prune()
+  assert best.steps() == [11]
+
+
 def test_a_step_that_is_there_stays_and_older_ones_are_refused(tmp_path):
   save_steps(tmp_path, [5, 10])
   with Checkpoints(tmp_path, CONFIG, METADATA) as checkpoints:

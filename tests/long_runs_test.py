@@ -93,20 +93,39 @@ def test_a_run_goes_back_and_on_with_other_data(place, train, straight):
   assert summary(workdir)['goodput']['restart'] > 0
 
 
+def test_the_best_of_what_a_run_goes_back_to_is_still_there(place, train):
+  workdir, every = place / 'back_to_best', '--config.evaluation.every=3'
+  args = [every, '--config.guard.rollbacks=1']
+  # It goes back from 12 to 8, having replaced the best, of 6, by that of 9.
+  killed = train(workdir, *args, NAN_AT=12, AT=14, SIGNAL=signal.SIGKILL)
+  assert killed.returncode == -signal.SIGKILL
+  assert 'going back to step 8' in killed.stdout
+  assert saved_steps(workdir) == [8]
+  assert saved_steps(workdir, 'best') == [6]
+  ended_well(train(workdir, *args))
+  *on_the_way, _ = heldout_lines(workdir)
+  best = min(on_the_way, key=lambda x: x['loss'])
+  assert saved_steps(workdir, 'best') == [best['step']]
+
+
 def test_it_goes_back_only_as_often_as_it_may(place, train):
   done = train(place / 'again', '--config.guard.rollbacks=1', NAN_AT=3)
   assert_mistake(done, 'step 3: loss is nan')  # there is nothing to go back to yet
 
 
 def test_a_run_begins_with_the_trunk_of_another(place, train, straight):
-  workdir = place / 'begun'
+  workdir, gone = place / 'begun', place / 'gone'
   done = ended_well(train(workdir, variant='begun'))
   assert f'init_from {straight}/checkpoints, step {STEPS}' in done.stdout
   assert 'fresh here: objectives/drafter/' in done.stdout
   first, fresh = lines(workdir)[0], lines(straight)[0]
   assert first['loss_by_depth'][0] < fresh['loss_by_depth'][0] - 0.5
   # The same command goes on, whatever became of the other run.
-  assert 'is finished' in ended_well(train(workdir, variant='begun')).stdout
+  straight.rename(gone)
+  try:
+    assert 'is finished' in ended_well(train(workdir, variant='begun')).stdout
+  finally:
+    gone.rename(straight)
 
 
 def test_a_trace_and_a_cache_of_compilations_are_written_on_request(place, train):
