@@ -62,7 +62,8 @@ def test_fewer_batches_on_the_way_and_all_at_the_end(place, train, straight):
 
 def test_a_killed_run_has_the_same_lines_and_the_same_best(place, train, evaluated):
   workdir = place / 'killed'
-  killed = train(workdir, EVALUATE, AT=13, SIGNAL=signal.SIGKILL)
+  whole = workdir / 'checkpoints' / '8'
+  killed = train(workdir, EVALUATE, AT=13, SIGNAL=signal.SIGKILL, AFTER=whole)
   assert killed.returncode == -signal.SIGKILL
   ended_well(train(workdir, EVALUATE))
   assert lines(workdir) == lines(evaluated)
