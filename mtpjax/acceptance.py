@@ -180,7 +180,10 @@ def replay(right_KBT: np.ndarray, prompts_B: np.ndarray, new_B: np.ndarray) -> S
 def table(figures: dict[str, Any] | None) -> str:
   """The same for people."""
   if figures is None:
-    return 'drafting: nothing drafts, there is no prompt, or mesh.context splits time'
+    return (
+      'drafting is not measured: it takes a drafter, a prompt (held-out data or '
+      'decode.text) and mesh.context=1'
+    )
 
   def number(value):
     return '-' if value is None else f'{value:.3f}'

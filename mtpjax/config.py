@@ -108,6 +108,9 @@ def finalize(config: Config, vocab: int | None = None) -> Config:
   if config.profile and (len(config.profile) != 2 or min(config.profile) < 1):
     fix = 'use (first step, how many), e.g. (100, 3)'
     raise ConfigError('profile', config.profile, 'is no span of steps', fix)
+  if config.profile and sum(config.profile) - 1 > config.steps:
+    fix = f'end at step {config.steps}, the last'
+    raise ConfigError('profile', config.profile, 'goes beyond training', fix)
   if config.wandb is not None and importlib.util.find_spec('wandb') is None:
     fix = "pip install 'mtpjax[wandb]', or set None"
     raise ConfigError('wandb', config.wandb, 'needs a package that is missing', fix)

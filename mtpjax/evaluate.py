@@ -4,9 +4,11 @@ and acceptance by really drafting after `--config.decode.prompts` of them.
   python -m mtpjax.evaluate --checkpoint=runs/quickstart [--files=GLOB] [--json=FILE]
 
 The model, the tokenizer and the data come from the checkpoint. `--files` evaluates on
-other text, whole files; `--config.mesh.tensor=2` and the like choose another mesh.
+other text, whole files, or on other records if it was trained on records;
+`--config.mesh.tensor=2` and the like choose another mesh.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -26,6 +28,7 @@ from mtpjax import config as configs
 from mtpjax import flags as command
 from mtpjax.checkpoint import CheckpointError
 from mtpjax.data import batches
+from mtpjax.data.records import Records
 from mtpjax.data.sources import DataError, Text
 
 _FILES = flags.DEFINE_list('files', None, 'other text to evaluate on: globs')
@@ -36,7 +39,11 @@ flags.adopt_module_key_flags(saved)
 def main(config: configs.Config) -> int:
   out = saved.output()
   if _FILES.value:
-    config.data.source = Text(files=tuple(_FILES.value))
+    files, source = tuple(_FILES.value), config.data.source
+    config.data.source = Text(files)
+    if isinstance(source, Records):  # read as those that were trained on
+      others = {'files': files, 'heldout_files': (), 'heldout': 0.0}
+      config.data.source = dataclasses.replace(source, **others)
   jax.set_mesh(mesh.make(config.mesh))
   run = saved.restore(config)
   split = 'train' if _FILES.value else 'heldout'

@@ -90,7 +90,7 @@ def _figures(config: Any, total: Any) -> dict[str, Any]:
 def table(figures: dict[str, Any], title: str = 'held out') -> str:
   """The same for people: a row a depth, and a heading wherever the units change."""
   if figures['loss'] is None:
-    return f'{title}: nothing'
+    return f'{title}: nothing; set data.source.heldout, a fraction, to hold out some'
   usual = base.Config
   rows, said = [], None
   parts = {'': figures, **figures['objectives']}

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mtpjax import terminal
 from mtpjax.fields import ConfigError
 from mtpjax.metrics import Meter
 from mtpjax.model import NEXT
@@ -161,6 +162,7 @@ class Trace:
       self._on = False
       jax.effects_barrier()
       jax.profiler.stop_trace()
+      terminal.say(f'trace of steps {self._span[0]} … in {self._directory}')
 
   def __enter__(self) -> Trace:
     return self
@@ -186,6 +188,11 @@ class Training:
     """Real tokens over the time from the first step to the last, all processes."""
     seconds = max(self._ended - self._began, 1e-9)
     return self._all_tokens / seconds if self._all_tokens else None
+
+  @property
+  def high(self) -> bool:
+    """Whether the loss is so far above its lowest that it may have diverged."""
+    return self._high > 0
 
   def get_state(self) -> dict[str, Any]:
     """The steps since the last line, and the guard's, as JSON, for a run that goes on

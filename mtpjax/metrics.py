@@ -23,6 +23,8 @@ import numpy as np
 import tensorboardX
 from jaxtyping import ArrayLike
 
+from mtpjax.fields import ConfigError
+
 
 class Meter:
   """Sums and counts by name; divides once, when read.
@@ -142,9 +144,15 @@ class Writer:
       import wandb  # pyright: ignore[reportMissingImports]  # slow, and an extra
 
       name = self._workdir.resolve().name
-      self._run = wandb.init(
-        project=project, name=name, id=name, dir=str(self._workdir), resume='allow'
-      )
+      place = str(self._workdir)
+      try:
+        self._run = wandb.init(
+          project=project, name=name, id=name, dir=place, resume='allow'
+        )
+      except Exception as error:  # no key, no network, no such project
+        fix = 'run `wandb login`, or set WANDB_MODE=offline'
+        said = ' '.join(str(error).split())
+        raise ConfigError('wandb', project, f'cannot start: {said}', fix) from error
       self._run.define_metric('*', step_metric='step')
 
   def _open(self, resume_step: int | None) -> None:
@@ -152,7 +160,7 @@ class Writer:
     if self.path.exists():
       rows = read_metrics(self.path)
       kept = [r for r in rows if r.get('step', 0) <= start and not r.get('final')]
-      _replace(self.path, ''.join(to_json(row) + '\n' for row in kept))
+      replace(self.path, ''.join(to_json(row) + '\n' for row in kept))
     self._file = self.path.open('a', encoding='utf-8', newline='\n')
     # purge_step tells TensorBoard to forget the dropped steps' events as well.
     self._events = tensorboardX.SummaryWriter(
@@ -209,7 +217,7 @@ def _scalars(
       yield prefix + name, value
 
 
-def _replace(path: Path, text: str) -> None:
+def replace(path: Path, text: str) -> None:
   """Writes a file whole or not at all."""
   part = path.with_name(f'{path.name}.part-{os.getpid()}')
   with part.open('w', encoding='utf-8', newline='\n') as file:
@@ -223,7 +231,7 @@ def write_summary(path: str | os.PathLike, summary: Mapping[str, Any]) -> None:
   """Writes strict JSON, atomically: a reader sees the old file or the new one."""
   path = Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
-  _replace(path, to_json(summary, indent=2) + '\n')
+  replace(path, to_json(summary, indent=2) + '\n')
 
 
 def conditions() -> dict[str, Any]:

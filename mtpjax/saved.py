@@ -117,6 +117,8 @@ def output() -> Path | None:
   name = flags.FLAGS.json
   if not name:
     return None
+  if name == '-':
+    raise fields.ConfigError('--json', '-', 'is no file here', 'name a file')
   path = Path(name).expanduser().resolve()
   if path.exists() and not path.is_file():
     raise fields.ConfigError('--json', name, 'is no file', 'name a file')

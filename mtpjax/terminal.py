@@ -112,8 +112,14 @@ def brief(values: Mapping[str, Any]) -> str:
     if name == 'loss_by_depth' or (name == 'loss' and 'loss_by_depth' not in values):
       parts.append('loss ' + ' '.join(_show(x, '.2f') for x in listed))
     elif name == 'lambda':
-      weights = sorted(set(listed))
-      parts += ['λ ' + ' '.join(_show(x, '.3g') for x in weights)] if weights else []
+      if len(set(listed)) == 1:
+        parts.append(f'λ {_show(listed[0], ".3g")}')
+      else:
+        parts += [f'λ {own} {_show(x, ".3g")}' for own, x in value.items()]
+    elif name == 'objectives':
+      for own, part in value.items():
+        losses = ' '.join(_show(x, '.2f') for x in part['loss_by_depth'])
+        parts.append(f'{own} {losses}')
     elif name == 'learning_rate':
       parts.append(f'lr {_show(value, ".2e")}')
     elif name == 'tokens_per_second':

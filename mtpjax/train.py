@@ -32,6 +32,7 @@ from mtpjax import (
   model,
   step,
   terminal,
+  tuning,
   workdir,
 )
 from mtpjax import config as configs
@@ -110,6 +111,7 @@ def main(config: configs.Config) -> int:
   signals = catch_signals()
   run = begin(config)
   with metrics.Writer(run.directory, run.resumed_at, config.wandb) as writer:
+    compile_steps(run)
     code = train(run, writer, signals)
     if code is None:
       finish(run, writer)
@@ -146,6 +148,7 @@ def begin(config: configs.Config) -> Run:
       config.init_from, abstract, data.tokenizer, conventions, config.trunk
     )
   directory = workdir.claim(name, config)
+  workdir.keep(directory, data.tokenizer)
   metadata = workdir.metadata(config, data.tokenizer)
   saved = Checkpoints(directory / 'checkpoints', config.checkpoint, metadata)
   best = None
@@ -192,16 +195,22 @@ def begin(config: configs.Config) -> Run:
     run.state = jax.jit(init_state)(params)
   if best is not None:
     best.forget_after(run.done)
-  parameters = sum(x.size for x in jax.tree.leaves(run.state['params']))
-  say(f'{config.name}: {parameters:,} parameters, {data}, in {directory}')
-  say('compiling the train and evaluation steps …')
-  with clock('compile'):
-    run.train_step = step.compile_train(graphdef, config, run.state)
-    run.eval_step = step.compile_eval(
-      graphdef, config, run.state['params'], data.tokenizer.bytes_per_token
-    )
+  own = tuning.select(abstract, config.freeze_trunk, config.tune)
+  trains = tuning.count(abstract, own)
+  every = sum(x.size for x in jax.tree.leaves(abstract))
+  some = '' if trains == every else f', of which {trains:,} train'
+  say(f'{config.name}: {every:,} parameters{some}, {data}, in {directory}')
   run.answers = answers.Answers(graphdef, data.heldout, config.evaluation.problems)
   return run
+
+
+def compile_steps(run: Run) -> None:
+  say('compiling the train and evaluation steps …')
+  config, params = run.config, run.state['params']
+  lengths = run.data.tokenizer.bytes_per_token
+  with run.clock('compile'):
+    run.train_step = step.compile_train(run.graphdef, config, run.state)
+    run.eval_step = step.compile_eval(run.graphdef, config, params, lengths)
 
 
 def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
@@ -215,7 +224,7 @@ def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
   ):
     # A step's metrics are fetched once the next has been dispatched.
     pending: Any = None
-    rollbacks = 0
+    rollbacks, owed = 0, False
 
     def record(done: int, out: dict, tokens: int) -> None:
       line = run.meter.add(done, jax.device_get(out), tokens)
@@ -232,14 +241,14 @@ def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
       run.state, out = run.train_step(run.state, step.put(arrays))
       stopping = bool(signals)  # asked once: it may change at any line
       last = run.done == config.steps or stopping
-      saving = last or run.done % config.checkpoint.every == 0
+      owed = owed or run.done % config.checkpoint.every == 0
       every = config.evaluation.every
       evaluating = every is not None and run.done % every == 0
       try:
         if pending:
           record(*pending)
         pending = run.done, out, np.count_nonzero(arrays['segments'])
-        if saving or evaluating:  # only of a step known to be sound
+        if owed or last or evaluating:  # only of a step known to be sound
           record(*pending)
           pending = None
       except meters.TrainingError as error:
@@ -257,7 +266,9 @@ def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
           if run.best is not None:
             with clock('checkpoint'):
               run.best.save(run.done, run.state, run.position())
-      if saving:
+      # While the loss is high, the checkpoints of before stay those to go back to.
+      if last or (owed and not run.meter.high):
+        owed = False
         with clock('checkpoint'):
           if run.best is not None:
             run.best.close()  # a checkpoint's `lowest` is that of a best one on disk
@@ -318,7 +329,8 @@ def finish(run: Run, writer: metrics.Writer) -> None:
     metrics.write_summary(directory / 'summary.json', summary)
 
   # What drafting is worth. Whatever fails here, the results above are written.
-  say('decoding, plainly and with drafts …')
+  if config.drafter is not None:
+    say('decoding, plainly and with drafts …')
   with run.clock('evaluation'):
     drafted = acceptance.measure(
       run.graphdef,

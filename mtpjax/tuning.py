@@ -109,6 +109,15 @@ def _nothing(
   )
 
 
+def count(params: dict, selection: Selection) -> int:
+  """How many numbers train."""
+  every, total = flat(params), 0
+  for path, on in selection.items():
+    size = every[path].size
+    total += size if on is None else size // len(on) * int(on.sum())
+  return total
+
+
 def split(params: dict, selection: Container[Path]) -> tuple[dict, dict]:
   """(what trains, in whole or in part; what does not), as nested as the parameters."""
   every = flat(params)

@@ -1,6 +1,7 @@
 """The directory a run writes: whose it is, and what it must be to go on in it.
 
 config.json     the resolved config           checkpoints/  orbax
+vocabulary.json the tokenizer                 best/         the best one, see `heldout`
 metrics.jsonl   a line of figures a log       tensorboard/  the same as events
 loss.png        the loss curves               summary.json  the result, for programs
 """
@@ -18,7 +19,7 @@ import jax
 from mtpjax import config as configs
 from mtpjax import fields, metrics
 from mtpjax.checkpoint import CheckpointError
-from mtpjax.data.tokenizer import Tokenizer
+from mtpjax.data.tokenizer import VOCABULARY, Tokenizer
 
 
 class WorkdirError(ValueError):
@@ -59,6 +60,12 @@ def claim(workdir: str, config: configs.Config) -> Path:
 def _torn(file: Path) -> bool:
   """A run killed while it wrote its very first file leaves this."""
   return file.name == _LOCK or file.name.startswith('config.json.part-')
+
+
+def keep(path: Path, tokenizer: Tokenizer) -> None:
+  """Writes the tokenizer there, for runs that begin with this one."""
+  if jax.process_index() == 0:
+    metrics.replace(path / VOCABULARY, tokenizer.to_json())
 
 
 _LOCK = '.lock'

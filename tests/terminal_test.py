@@ -34,7 +34,11 @@ def test_brief_is_compact():
   )
   assert terminal.brief({'loss': math.nan}) == 'loss nan'
   assert terminal.brief({'loss_by_depth': [np.float32(1), None]}) == 'loss 1.00 –'
-  assert terminal.brief({'objectives': {'order': {'loss_by_depth': [1.0]}}}) == ''
+  own = {'order': {'loss_by_depth': [1.0, 2.5]}, 'bag': {'loss_by_depth': [3.0]}}
+  assert terminal.brief({'objectives': own}) == 'order 1.00 2.50  bag 3.00'
+  assert terminal.brief({'lambda': {'a': 0.5, 'b': 0.5}}) == 'λ 0.5'
+  assert terminal.brief({'lambda': {'a': 0.5, 'b': 1.0}}) == 'λ a 0.5  λ b 1'
+  assert terminal.brief({'lambda': {}}) == ''
 
 
 def test_plain_lines_off_a_terminal(monkeypatch):

@@ -63,6 +63,36 @@ def test_bytes_decode_replaces_what_is_not_utf8():
   assert Bytes().decode([0xFF, 65, 0xC3]) == '\ufffdA\ufffd'
 
 
+def test_bytes_may_have_an_end():
+  own = Bytes.Config(ends=True).build(())
+  assert (own.vocab_size, own.end, own.special) == (257, 256, {'end': 256})
+  assert own.encode('жa').tolist() == [0xD0, 0xB6, 0x61]
+  assert own.decode([0xD0, 0xB6, 256, 0x61, 256]) == 'жa'
+  assert own.bytes_per_token.tolist() == [1] * 256 + [0]
+  assert tokenizer.from_json(own.to_json()) == own
+  assert own.fingerprint != Bytes().fingerprint
+  with pytest.raises(DataError, match='id 257'):
+    own.decode([257])
+  with pytest.raises(DataError, match='id 256'):
+    Bytes().decode([256])
+  ids, _ = tokenizer.encode_document(own, Document('a', b'xy'))
+  assert ids.tolist() == [0x78, 0x79, 256]
+
+
+def test_another_run_s_tokenizer_can_be_used_again(tmp_path):
+  own = tokenizer.Characters('abж')
+  (tmp_path / 'vocabulary.json').write_text(own.to_json(), 'utf-8')
+  config = tokenizer.Saved(str(tmp_path))
+  assert isinstance(config, tokenizer.TokenizerConfig)
+  assert config.build([Document('x', b'zzz')]) == own
+  for raw in (b'no JSON', b'\xff'):
+    (tmp_path / 'vocabulary.json').write_bytes(raw)
+    with pytest.raises(DataError, match='tokenizer'):
+      config.build([])
+  with pytest.raises(DataError, match='name the directory of a run'):
+    tokenizer.Saved(str(tmp_path / 'nowhere')).build([])
+
+
 @pytest.mark.parametrize('character', ['b', '\x00', 'z', '\u2028', '🙂', '\ud800'])
 def test_an_unknown_character_is_named(character):
   built = _characters('?ac\u2027\u2029')  # '?' stands in for nothing

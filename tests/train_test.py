@@ -43,7 +43,14 @@ def events(workdir):
 def test_a_run_writes_everything_that_people_and_programs_read(straight):
   names = {p.name for p in straight.iterdir()}
   assert names == {
-    *('config.json', '.lock', 'metrics.jsonl', 'tensorboard', 'checkpoints'),
+    *(
+      'config.json',
+      'vocabulary.json',
+      '.lock',
+      'metrics.jsonl',
+      'tensorboard',
+      'checkpoints',
+    ),
     *('acceptance.png', 'loss.png', 'summary.json'),
   }
   config = fields.from_json(json.loads((straight / 'config.json').read_text()))

@@ -16,7 +16,7 @@ import grain
 import numpy as np
 from jaxtyping import Shaped
 
-from mtpjax.data import mixture, pack, plans
+from mtpjax.data import mixture, pack, plans, tasks
 from mtpjax.data.mixture import Mixture
 from mtpjax.data.sources import Counts, DataError, Document, Split, Stdlib
 from mtpjax.data.tokenizer import Tokenizer, TokenizerConfig
@@ -85,7 +85,7 @@ class Data:
       ]
       more = f' ({", ".join(left_out)} left out)' if left_out else ''
       tokens = plans.num_tokens(rows)
-      amount = f'{len(rows):,} rows'
+      amount = f'{len(rows):,} rows' if len(rows) < tasks.ENDLESS else 'endless rows'
       if tokens is not None:
         amount = f'{tokens:,} tokens of {counts.documents:,} documents'
       said.append(f'{split} {amount}{more}')

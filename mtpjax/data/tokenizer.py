@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import ArrayLike
 from mtpjax.data.sources import DataError, Document
 from mtpjax.data.words import Words
 
+VOCABULARY = 'vocabulary.json'  # of a run's directory: what `to_json` writes
 # Texts are joined to about this many bytes before each vectorised pass.
 _CHUNK_BYTES = 1 << 22
 
@@ -72,23 +74,37 @@ class TokenizerConfig(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-  """One token a byte: any text in any language, 256 tokens."""
+  """One token a byte: any text in any language, 256 tokens.
+
+  Attributes:
+    ends: whether there is one more, at the end of each document, so that a model
+      learns where to stop.
+  """
+
+  ends: bool = False
 
   @dataclasses.dataclass
   class Config:
+    ends: bool = False
+
     def build(
       self, documents: Iterable[Document], heldout: Iterable[Document] = ()
     ) -> 'Bytes':
       """The documents are not looked at."""
       del documents, heldout
-      return Bytes()
+      return Bytes(self.ends)
 
-  vocab_size = 256
-  end = None
+  @property
+  def vocab_size(self) -> int:
+    return 256 + self.ends
+
+  @property
+  def end(self) -> int | None:
+    return 256 if self.ends else None
 
   @property
   def special(self) -> dict[str, int]:
-    return {}
+    return {'end': 256} if self.ends else {}
 
   @property
   def fingerprint(self) -> str:
@@ -96,7 +112,7 @@ class Bytes:
 
   @property
   def bytes_per_token(self) -> Int32[np.ndarray, 'V']:
-    return np.ones(256, np.int32)
+    return (np.arange(self.vocab_size) < 256).astype(np.int32)
 
   def encode(
     self, text: str | bytes, where: str = 'the text'
@@ -108,10 +124,11 @@ class Bytes:
 
   def decode(self, ids: ArrayLike) -> str:
     """Text of ids [T]; non-UTF-8 becomes U+FFFD. Raises DataError on a bad id."""
-    return check_ids(ids, 256).astype(np.uint8).tobytes().decode('utf-8', 'replace')
+    found = check_ids(ids, self.vocab_size)
+    return found[found < 256].astype(np.uint8).tobytes().decode('utf-8', 'replace')
 
   def to_json(self) -> str:
-    return json.dumps({'kind': 'bytes'})
+    return json.dumps({'kind': 'bytes', **({'ends': True} if self.ends else {})})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +219,26 @@ class Characters:
     table = np.full(int(self._points[-1]) + 2, -1, np.int32)
     table[self._points] = np.arange(self.vocab_size, dtype=np.int32)
     return table
+
+
+@dataclasses.dataclass
+class Saved:
+  """A config: the tokenizer that another run's directory holds, trained or not."""
+
+  directory: str
+
+  def build(
+    self, documents: Iterable[Document], heldout: Iterable[Document] = ()
+  ) -> Tokenizer:
+    """The documents are not looked at. Raises DataError if there is none."""
+    del documents, heldout
+    path = Path(self.directory).expanduser() / VOCABULARY
+    try:
+      return from_json(path.read_text('utf-8'))
+    except (OSError, UnicodeDecodeError) as error:
+      raise DataError(
+        f'data.tokenizer: {path} cannot be read ({error}); name the directory of a run'
+      ) from error
 
 
 def from_json(text: str) -> Tokenizer:
