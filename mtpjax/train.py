@@ -309,7 +309,9 @@ def finish(run: Run, writer: metrics.Writer) -> None:
     writer.write(config.steps, {'split': 'heldout', 'final': True, **result})
   say('\n'.join(x for x in (heldout.table(result), answers.table(result)) if x))
   lines = metrics.read_metrics(directory / 'metrics.jsonl') if first else []
-  trained = [line for line in lines if 'split' not in line]
+  # Where every step was skipped, a line has no losses.
+  drawn = [line for line in lines if line.get('loss_by_depth')]
+  trained = [line for line in drawn if 'split' not in line]
   summary = {
     **result,
     'train_loss_by_depth': trained[-1]['loss_by_depth'] if trained else None,
@@ -324,8 +326,9 @@ def finish(run: Run, writer: metrics.Writer) -> None:
     **run.clock.summary(),
     'compile_seconds': run.clock.seconds()['compile'],
   }
+  if drawn:
+    figures.loss_figure(drawn, directory / 'loss.png')
   if first:
-    figures.loss_figure(lines, directory / 'loss.png')
     metrics.write_summary(directory / 'summary.json', summary)
 
   # What drafting is worth. Whatever fails here, the results above are written.

@@ -129,6 +129,17 @@ def test_a_run_begins_with_the_trunk_of_another(place, train, straight):
     gone.rename(straight)
 
 
+def test_a_run_whose_last_step_is_skipped_ends_well(place, train):
+  workdir = place / 'skips'
+  args = ['--config.decode.prompts=0', '--config.evaluation.every=2']
+  ended_well(train(workdir, *args, variant='skips', NAN_AT=4))
+  trained = [x for x in lines(workdir) if 'split' not in x]
+  assert trained[-1]['skipped'] == 1 and 'loss_by_depth' not in trained[-1]
+  found = summary(workdir)
+  assert found['skipped_steps'] == 1
+  assert found['train_loss_by_depth'] == trained[-2]['loss_by_depth']
+
+
 def test_a_trace_and_a_cache_of_compilations_are_written_on_request(place, train):
   workdir, cache = place / 'traced', place / 'compiled'
   args = ['--config.profile=3,2', f'--config.compilation_cache={cache}']

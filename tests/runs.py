@@ -58,7 +58,7 @@ def compile_spoilt(*args):
 batches.TrainBatches.__next__, step.compile_train = draw_counted, compile_spoilt
 
 
-def get_config(arg: Literal['', 'plain', 'frozen', 'begun'] = ''):
+def get_config(arg: Literal['', 'plain', 'frozen', 'begun', 'skips'] = ''):
   c = config.Config(
     name='small',
     steps=STEPS,
@@ -79,6 +79,8 @@ def get_config(arg: Literal['', 'plain', 'frozen', 'begun'] = ''):
     c.init_from = init_from.Config('BEGIN', fresh=('objectives/*',))
   if arg == 'plain':
     c.drafter, c.data.source.heldout = None, 0.0
+  if arg == 'skips':
+    c.optimizer.skip = optimizers.Spike()
   if arg == 'frozen':
     c.freeze_trunk, c.checkpoint.every = True, 1
   return c
