@@ -2,6 +2,7 @@
 back when the loss is no number, beginning with another run, and where the time went.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -169,3 +170,22 @@ def test_what_makes_no_sense_is_refused(place, train, arg, said):
   path = f'{place}/hidden:{os.environ.get("PYTHONPATH", "")}'
   assert_mistake(train(workdir, arg, PYTHONPATH=path), said)
   assert not workdir.exists()
+
+
+def test_while_the_loss_is_high_nothing_is_saved_over_the_sound_steps(place, train):
+  workdir = place / 'high'
+  args = ['--config.optimizer.rate.peak=3', '--config.optimizer.rate.warmup=20']
+  args += ['--config.checkpoint.every=1', '--config.checkpoint.keep=3']
+  args += ['--config.guard.above=0.3', '--config.guard.patience=4']
+  done = train(workdir, *args, '--config.guard.rollbacks=1')
+  assert_mistake(done, 'guard.above=0.3')
+  losses = [x['loss'] for x in lines(workdir)]
+  smooth = list(itertools.accumulate(losses, lambda a, b: 0.9 * a + 0.1 * b))
+  lowest = list(itertools.accumulate(smooth, min))
+  calm = [
+    n
+    for n, (x, low) in enumerate(zip(smooth, lowest, strict=True), 1)
+    if x <= low + 0.3
+  ]
+  assert saved_steps(workdir) == calm[-3:]
+  assert f'going back to step {calm[-1]}, 1 of 1 times' in done.stdout
