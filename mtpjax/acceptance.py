@@ -134,6 +134,8 @@ def prompts(
     first = np.count_nonzero(row['segments'] == row['segments'][0])
     # Where something is to be answered, the question is the prompt.
     question = int(np.argmax(row['mask'][:first]))
+    if not row['mask'][question]:
+      continue  # a question whose answer is in another row
     ids.append(row['tokens'][: question or min(first, config.prompt_tokens)])
   needed = max(map(len, ids), default=0) + config.tokens
   if ids and longest is not None and needed > longest:

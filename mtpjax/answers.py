@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -41,13 +42,15 @@ class Answers:
     else:
       self._decoder.take(params)
     right = 0
-    # In equal parts, so that one compilation serves them all.
-    parts = -(-len(tokens) // BATCH)
-    split = (np.array_split(x, parts) for x in (tokens, starts))
-    for own, start in zip(*split, strict=True):
+    count, batch = len(tokens), min(BATCH, len(tokens))
+    for first in range(0, count, batch):
+      # As many each time, so that one compilation serves them all; some come twice.
+      index = np.arange(first, first + batch) % count
+      own, start = tokens[index], starts[index]
       settings = [Settings(budget=own.shape[1] - int(n)) for n in start]
       out = self._decoder.generate(own, start, settings)
-      for n, row, new in zip(start, own, out.tokens, strict=True):
+      each = zip(start, own, out.tokens, strict=True)
+      for n, row, new in itertools.islice(each, count - first):
         right += np.array_equal(new[: len(row) - n], row[n:])
     return {'exact_match': right / len(tokens), 'problems': len(tokens)}
 

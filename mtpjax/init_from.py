@@ -1,5 +1,6 @@
 """A run that begins with parameters of another: the trunk restored and the drafter
-fresh, the other way round, or all that fits.
+fresh, the other way round, or all that fits. Where the other kept an average of them,
+it is that, as evaluation and sampling have it.
 
 Leaves are named by their place, such as trunk/blocks/w_up or objectives/drafter/w_join.
 """
@@ -47,10 +48,14 @@ class Plan:
   fresh: list[str]
   unused: list[str]
   differs: list[str]
+  averaged: dict[str, str]  # of what is restored, what there is an average of: dtypes
 
   def __str__(self) -> str:
+    count = f'{len(self.restored)} leaves'
+    if self.averaged:
+      count += f', the average over training of {len(self.averaged)} of them'
     lines = [
-      f'init_from {self.directory}, step {self.step}: {len(self.restored)} leaves',
+      f'init_from {self.directory}, step {self.step}: {count}',
       f'  fresh here: {_names(self.fresh)}',
       f'  unused there: {_names(self.unused)}',
     ]
@@ -128,24 +133,30 @@ def plan(
     [name for name in want if name not in restored],
     [name for name in have if name not in restored],
     differs,
+    {
+      name: record['leaves'][f'ema/{name}']['dtype']
+      for name in restored
+      if f'ema/{name}' in record['leaves']
+    },
   )
 
 
 def load(plan: Plan, graphdef: Any, params: dict) -> dict:
   """The parameters, those of the plan replaced by the checkpoint's. What is fresh and
   starts as a copy of the trunk's is a copy of this trunk's."""
-  flat = _flat(params)
-  wanted = {
-    name: jax.ShapeDtypeStruct(
-      flat[name].shape, flat[name].dtype, sharding=flat[name].sharding
+  flat, wanted = _flat(params), {}
+  for name in plan.restored:
+    x, dtype = flat[name], plan.averaged.get(name)
+    wanted[f'ema/{name}' if dtype else f'params/{name}'] = jax.ShapeDtypeStruct(
+      x.shape, dtype or x.dtype, sharding=x.sharding
     )
-    for name in plan.restored
-  }
-  found = _flat(
-    checkpoint.Checkpoints(plan.directory)
-    .restore_params(_nested(wanted), plan.step, subset=True)
-    .state
-  )
+  saved = checkpoint.Checkpoints(plan.directory)
+  restored = saved.restore(_nested(wanted), plan.step, subset=True)
+  assert restored is not None  # its record has been read
+  found = {}
+  for name, x in _flat(restored.state).items():
+    name = name.partition('/')[2]
+    found[name] = x.astype(flat[name].dtype)
   model = nnx.merge(graphdef, _nested({**flat, **found}))
   model.adopt()
   adopted = _flat(nnx.to_pure_dict(nnx.state(model)))

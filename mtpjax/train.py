@@ -40,6 +40,7 @@ from mtpjax import flags as command
 from mtpjax.checkpoint import CheckpointError, Checkpoints
 from mtpjax.data import batches
 from mtpjax.data.sources import DataError
+from mtpjax.fields import ConfigError
 from mtpjax.terminal import say
 
 _WORKDIR = flags.DEFINE_string(
@@ -130,6 +131,11 @@ def begin(config: configs.Config) -> Run:
   acceptance.prompts(
     config.decode, data.heldout, data.tokenizer, config.trunk.learned_positions
   )
+  if config.evaluation.every is not None and not len(data.heldout):
+    fix = 'set data.source.heldout, a fraction, or evaluation.every=None'
+    raise ConfigError(
+      'evaluation.every', config.evaluation.every, 'has nothing held out', fix
+    )
   graphdef, abstract, make_params = model.init(
     config.trunk, config.parts(), config.seed
   )

@@ -135,6 +135,22 @@ def test_a_step_may_be_named(run):
   assert_taken(load(found, config, params), params, source, ('trunk/',), times=2)
 
 
+def test_where_there_is_an_average_it_is_taken(tmp_path):
+  config = settings(dataclasses.replace(SAVED))
+  _, source = made(config)
+  metadata = workdir.metadata(config, tokenizer.Bytes())
+  own = {'trunk': jax.tree.map(lambda x: 5 * x, source['trunk'])}
+  saving = checkpoint.Config(every=1)
+  with checkpoint.Checkpoints(tmp_path / 'checkpoints', saving, metadata) as saved:
+    saved.save(3, {'params': source, 'ema': own}, {})
+  found, params = plan(tmp_path, config)
+  assert 'the average over training of' in str(found)
+  got = load(found, config, params)
+  assert_taken({'trunk': got['trunk']}, {'trunk': params['trunk']}, source, 'trunk/', 5)
+  both = {'objectives': got['objectives']}, {'objectives': params['objectives']}
+  assert_taken(*both, source, 'objectives/', 1)
+
+
 def test_another_tokenizer_is_refused(run):
   with pytest.raises(fields.ConfigError, match='another tokenizer'):
     plan(run[0], settings(None), tokens=tokenizer.Characters('ab'))

@@ -154,6 +154,7 @@ def test_a_trace_and_a_cache_of_compilations_are_written_on_request(place, train
   [
     ('--config.profile=3', 'no span of steps'),
     ('--config.evaluation.every=0', 'evaluation.every'),
+    ('--config.data.source.heldout=0', 'has nothing held out'),
     ('--config.guard.patience=0', 'guard.patience'),
     ('--config.wandb=project', "pip install 'mtpjax[wandb]'"),
   ],
@@ -168,7 +169,8 @@ def test_what_makes_no_sense_is_refused(place, train, arg, said):
     "importlib.util.find_spec = lambda n, *a: None if n == 'wandb' else find(n, *a)\n"
   )
   path = f'{place}/hidden:{os.environ.get("PYTHONPATH", "")}'
-  assert_mistake(train(workdir, arg, PYTHONPATH=path), said)
+  args = [arg] if 'evaluation' in arg else [arg, EVALUATE]
+  assert_mistake(train(workdir, *args, PYTHONPATH=path), said)
   assert not workdir.exists()
 
 

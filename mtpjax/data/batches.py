@@ -88,7 +88,8 @@ class Data:
       amount = f'{len(rows):,} rows' if len(rows) < tasks.ENDLESS else 'endless rows'
       if tokens is not None:
         amount = f'{tokens:,} tokens of {counts.documents:,} documents'
-      said.append(f'{split} {amount}{more}')
+      cut = f', {counts.long:,} of them cut' if counts.long else ''
+      said.append(f'{split} {amount}{cut}{more}')
     if self.weights is not None:
       shares = mixture.whole_shares(self.weights).items()
       said.append(f'mixed {" : ".join(f"{share} {name}" for name, share in shares)}')
