@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -46,7 +45,7 @@ def build(drafter):
   params['trunk']['embedding'] = params['trunk']['embedding'] * 20.0
   own = params.get('objectives', {}).get('drafter', {}).get('unembedding', {})
   for k, name in enumerate(own, 1):  # each a head unlike the trunk's and the others
-    own[name] = jnp.roll(own[name], k, 0)
+    own[name] = jax.device_put(np.roll(own[name], k, 0), own[name].sharding)
   return graphdef, params
 
 

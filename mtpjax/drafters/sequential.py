@@ -295,7 +295,10 @@ class Sequential(base.Drafter):
     for k in range(draft):
       if not rows:
         N = len(kept)
-        ids = ids if k == 0 else jnp.concatenate([ids[:, 1:], tokens[-1][:, None]], 1)
+        if k > 0:
+          # A slice of a batch of one loses its sharding on jax 0.12.
+          both = cache.whole(ids[:, 1:]), cache.whole(tokens[-1][:, None])
+          ids = jnp.concatenate(both, 1)
         out, hidden, kept[k] = self._extend(
           trunk, kept[k], hidden, ids, state.length - N, step=k, before=N
         )
