@@ -148,13 +148,6 @@ def test_megabytes_take_no_python_loop():
 # Documents
 
 
-class _Ending(Bytes):
-  """Bytes, and 256 after each document."""
-
-  vocab_size = 257
-  end = 256
-
-
 def _encoded(built, *args, **kwargs):
   ids, mask = tokenizer.encode_document(built, Document('a.bin:3', *args, **kwargs))
   assert ids.dtype == np.int32
@@ -173,19 +166,21 @@ def test_the_mask_of_parts_is_that_of_their_characters(last):
   flags = [flag for part, flag in parts for _ in part.decode()]
   assert _encoded(built, text, parts) == (built.encode(text).tolist(), flags)
   flags = [flag for part, flag in parts for _ in part]
-  assert _encoded(_Ending(), text, parts) == ([*text, 256], [*flags, last])
+  assert _encoded(Bytes(ends=True), text, parts) == ([*text, 256], [*flags, last])
 
 
 def test_an_end_follows_each_document_once():
   for text in (b'', b'ab'):
-    assert _encoded(_Ending(), text) == ([*text, 256], None)
+    assert _encoded(Bytes(ends=True), text) == ([*text, 256], None)
     assert _encoded(Bytes(), text) == ([*text], None)
   for stored, flags in (([1, 2], [0, 1]), ([1, 2, 256], [0, 1, 0])):
-    found = _encoded(_Ending(), tokens=np.array(stored, 'u2'), mask=np.array(flags))
+    found = _encoded(
+      Bytes(ends=True), tokens=np.array(stored, 'u2'), mask=np.array(flags)
+    )
     assert found == ([1, 2, 256], [False, True, len(stored) == 2])
-  assert _encoded(_Ending(), b'', ()) == ([256], [False])
+  assert _encoded(Bytes(ends=True), b'', ()) == ([256], [False])
   none = np.zeros(0, np.int32)
-  assert _encoded(_Ending(), tokens=none, mask=none) == ([256], [False])
+  assert _encoded(Bytes(ends=True), tokens=none, mask=none) == ([256], [False])
 
 
 def test_stored_ids_are_checked():
