@@ -9,7 +9,7 @@ import grain
 import numpy as np
 import pytest
 
-from mtpjax.data import batches, pack
+from mtpjax.data import batches, pack, records
 from mtpjax.data.batches import Config, TrainBatches, heldout_batches
 from mtpjax.data.sources import DataError, Document, Text
 from mtpjax.data.tokenizer import Bytes, Characters
@@ -392,3 +392,15 @@ def test_open_data_refuses_what_cannot_be_learnt(tmp_path):
     batches.open_data(_tiny(tmp_path, LINES), seed=-1)
   with pytest.raises(DataError, match=r'shards=8 over process_count=3: .* such as 9'):
     Config().validate(process_count=3)
+
+
+def test_answers_cut_off_from_their_questions_are_counted_aloud(tmp_path):
+  rows = [{'q': 'x' * n, 'a': 'y' * 4} for n in (3, 3, 30)]
+  path = tmp_path / 'd.jsonl'
+  path.write_text('\n'.join(map(json.dumps, rows)))
+  source = records.Records(files=(str(path),), prompt='q', response='a')
+  said = str(batches.open_data(Config(source=source, length=16), 0))
+  assert said.startswith('train 48 tokens of 3 documents, 1 of them cut')
+  (tmp_path / 'd.txt').write_text('x' * 40)
+  plain = Text(files=(str(tmp_path / '*.txt'),))
+  assert 'cut' not in str(batches.open_data(Config(source=plain, length=16), 0))

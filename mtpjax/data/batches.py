@@ -88,7 +88,9 @@ class Data:
       amount = f'{len(rows):,} rows' if len(rows) < tasks.ENDLESS else 'endless rows'
       if tokens is not None:
         amount = f'{tokens:,} tokens of {counts.documents:,} documents'
-      cut = f', {counts.long:,} of them cut' if counts.long else ''
+      # An answer that is cut off from its question is learnt without it.
+      masked = isinstance(rows, pack.Plan) and rows.mask is not None
+      cut = f', {counts.long:,} of them cut' if masked and counts.long else ''
       said.append(f'{split} {amount}{cut}{more}')
     if self.weights is not None:
       shares = mixture.whole_shares(self.weights).items()
