@@ -1,5 +1,6 @@
 """The lesson's table: what a module and a parallel head know of a text by heart."""
 
+import functools
 import math
 import subprocess
 import sys
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.slow
 def learn(tmp_path_factory):
   place = tmp_path_factory.mktemp('lukomorye')
 
+  @functools.cache
   def run(variant, *args):
     workdir = place / '-'.join([variant, *args])
     start = [sys.executable, '-m', 'mtpjax.train', f'--workdir={workdir}']
@@ -47,10 +49,9 @@ def test_what_was_not_trained_is_right_by_chance(learn, variant):
 
 
 def test_more_steps_teach_both_more_and_the_module_sooner(learn):
-  few, many = (
-    {v: learn(v, f'--config.steps={n}') for v in ('sequential', 'parallel')}
-    for n in (60, 400)
-  )
+  both = ('sequential', 'parallel')
+  few = {v: learn(v, '--config.steps=60') for v in both}
+  many = {v: learn(v, '--config.seed=0') for v in both}  # 150 steps
   assert many['sequential']['acceptance_rate'] >= 0.85
   for variant in few:
     assert many[variant]['acceptance_rate'] > few[variant]['acceptance_rate']

@@ -134,13 +134,14 @@ def command_line(place, workdir, *args, variant='', command='train'):
 
 
 def environment(place, devices=1, **env):
-  """Little is run, so most of the time would go into optimising it."""
+  """Little is run, so most of the time would go into optimising it. What is compiled is
+  kept for all the test files that a worker runs."""
   return {
     **os.environ,
     'JAX_PLATFORMS': 'cpu',
     'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} '
     '--xla_backend_optimization_level=0',
-    'JAX_COMPILATION_CACHE_DIR': str(place / f'cache-{devices}'),
+    'JAX_COMPILATION_CACHE_DIR': str(place.parent / f'cache-{devices}'),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
     **{name: str(value) for name, value in env.items()},
