@@ -19,7 +19,6 @@ from jaxtyping import Bool, Int32
 from numpy.typing import ArrayLike
 
 from mtpjax.data.sources import DataError, Document
-from mtpjax.data.words import Words
 
 VOCABULARY = 'vocabulary.json'  # of a run's directory: what `to_json` writes
 # Texts are joined to about this many bytes before each vectorised pass.
@@ -246,10 +245,13 @@ def from_json(text: str) -> Tokenizer:
   try:
     fields = json.loads(text)
     kind = fields.pop('kind')
+    # Only here: they are built upon this module.
     if kind == 'words':
-      return Words(tuple(fields['words']))
+      from mtpjax.data import words
+
+      return words.Words(tuple(fields['words']))
     if kind == 'huggingface':
-      from mtpjax.data import subwords  # only here: it is built upon this module
+      from mtpjax.data import subwords
 
       return subwords.HuggingFace(**fields)
     return {'bytes': Bytes, 'characters': Characters}[kind](**fields)

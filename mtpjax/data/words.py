@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import json
 import re
 
@@ -11,6 +10,7 @@ from jaxtyping import Int32
 from numpy.typing import ArrayLike
 
 from mtpjax.data.sources import DataError
+from mtpjax.data.tokenizer import as_text, digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Words:
 
   @property
   def fingerprint(self) -> str:
-    return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+    return digest(self.to_json())
 
   @property
   def bytes_per_token(self) -> Int32[np.ndarray, ' V']:
@@ -53,10 +53,8 @@ class Words:
     self, text: str | bytes, where: str = 'the text'
   ) -> Int32[np.ndarray, ' T']:
     """Ids of the text's words. Raises DataError on a word outside the vocabulary."""
-    if isinstance(text, bytes):
-      text = text.decode('utf-8', 'replace')
     ids = []
-    for match in re.finditer(r'\S+', text):
+    for match in re.finditer(r'\S+', as_text(text, where)):
       if match[0] not in self._ids:
         raise DataError(
           f'{where}: the word {match[0]!r} at index {match.start()} is not in the '
