@@ -20,6 +20,7 @@ from mtpjax import (
   heldout,
   mesh,
   metrics,
+  processes,
   saved,
   step,
   terminal,
@@ -33,7 +34,9 @@ from mtpjax.data.sources import DataError, Text
 
 _FILES = flags.DEFINE_list('files', None, 'other text to evaluate on: globs')
 saved.define_flags()
-flags.adopt_module_key_flags(saved)
+processes.define_flags()
+for _module in (saved, processes):
+  flags.adopt_module_key_flags(_module)
 
 
 def main(config: configs.Config) -> int:
@@ -97,5 +100,8 @@ def main(config: configs.Config) -> int:
 
 if __name__ == '__main__':
   command.run(
-    main, default=saved.config, user_errors=(CheckpointError, DataError, OSError)
+    main,
+    default=saved.config,
+    user_errors=(CheckpointError, DataError, OSError),
+    within=processes.together,
   )

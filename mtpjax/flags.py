@@ -50,6 +50,7 @@ def run(
   default: str | Callable[[], Any] | None = None,
   takes_config: bool = True,
   user_errors: tuple[type[Exception], ...] = (),
+  within: Callable[[], Any] = contextlib.nullcontext,
   argv: list[str] | None = None,
 ) -> None:
   """Parses the flags, calls `main(config)` and exits; a command's last line.
@@ -62,6 +63,7 @@ def run(
     takes_config: False for a command without `--config`.
     user_errors: exceptions that, like ConfigError, end with `error: …` and code 2
       instead of a traceback.
+    within: makes what is entered once the flags are known, before anything else.
     argv: the command line, program name first; `sys.argv` if None.
   """
 
@@ -92,26 +94,28 @@ def run(
       return source, overrides
 
   def call(parsed):
-    source, overrides = parsed
-    with _mistakes_exit(user_errors):
-      for name in _IMPORT.value or ():
-        try:
-          importlib.import_module(name)
-        except ImportError as error:
-          fix = 'name modules that can be imported from here'
-          raise ConfigError('--import', name, str(error), fix) from None
-      if not takes_config:
-        result = main()
-      elif source is None:
-        fix = 'name a config file: --config=FILE.py'
-        raise ConfigError('--config', None, 'a config is needed', fix)
-      else:
-        config = load(source) if isinstance(source, str) else source()
-        flags.FLAGS.config = config
-        fields.check_types(config)
-        for path, text in overrides.items():
-          fields.override(config, path, text)
-        result = main(config)
+    with _mistakes_exit(user_errors), within(), _mistakes_exit(user_errors):
+      return work(*parsed)
+
+  def work(source, overrides):
+    for name in _IMPORT.value or ():
+      try:
+        importlib.import_module(name)
+      except ImportError as error:
+        fix = 'name modules that can be imported from here'
+        raise ConfigError('--import', name, str(error), fix) from None
+    if not takes_config:
+      result = main()
+    elif source is None:
+      fix = 'name a config file: --config=FILE.py'
+      raise ConfigError('--config', None, 'a config is needed', fix)
+    else:
+      config = load(source) if isinstance(source, str) else source()
+      flags.FLAGS.config = config
+      fields.check_types(config)
+      for path, text in overrides.items():
+        fields.override(config, path, text)
+      result = main(config)
     return result if type(result) is int else 0
 
   app.run(call, argv=argv, flags_parser=parse)
@@ -127,13 +131,13 @@ def _mistakes_exit(user_errors: tuple[type[Exception], ...]):
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(141)
   except flags.Error as error:
-    message = f'{error}; --help lists the flags'
+    cause, message = error, f'{error}; --help lists the flags'
   except (ConfigError, *user_errors) as error:
-    message = str(error).strip() or type(error).__name__
+    cause, message = error, str(error).strip() or type(error).__name__
   else:
     return
   sys.stderr.write('\n'.join(f'error: {message}'.splitlines()[:3]) + '\n')
-  sys.exit(2)
+  raise SystemExit(2) from cause
 
 
 def _split(argv: list[str]) -> tuple[str | None, dict[str, str], list[str]]:

@@ -23,7 +23,7 @@ import jax
 from absl import flags
 
 from mtpjax import config as configs
-from mtpjax import fields, mesh, metrics, saved, terminal
+from mtpjax import fields, mesh, metrics, processes, saved, terminal
 from mtpjax import flags as command
 from mtpjax.checkpoint import CheckpointError
 from mtpjax.data.sources import DataError
@@ -47,7 +47,9 @@ _DRAFT = flags.DEFINE_integer('draft', None, 'drafts a round; default as trained
 _RULE = flags.DEFINE_string('rule', 'rejection', 'how drafts of drawn text are judged')
 _LONGEST = flags.DEFINE_integer('longest', 4096, 'tokens of prompt and text, at most')
 saved.define_flags()
-flags.adopt_module_key_flags(saved)
+processes.define_flags()
+for _module in (saved, processes):
+  flags.adopt_module_key_flags(_module)
 
 
 def read_prompts() -> list[tuple[str, dict[str, Any]]]:
@@ -258,5 +260,8 @@ def as_json(one: Completion) -> dict[str, Any]:
 
 if __name__ == '__main__':
   command.run(
-    main, default=saved.config, user_errors=(CheckpointError, DataError, OSError)
+    main,
+    default=saved.config,
+    user_errors=(CheckpointError, DataError, OSError),
+    within=processes.together,
   )

@@ -30,6 +30,7 @@ from mtpjax import (
   meters,
   metrics,
   model,
+  processes,
   step,
   terminal,
   tuning,
@@ -46,6 +47,8 @@ from mtpjax.terminal import say
 _WORKDIR = flags.DEFINE_string(
   'workdir', None, 'where everything is written; default runs/NAME'
 )
+processes.define_flags()
+flags.adopt_module_key_flags(processes)
 
 
 def catch_signals() -> list[int]:
@@ -364,6 +367,7 @@ def finish(run: Run, writer: metrics.Writer) -> None:
 if __name__ == '__main__':
   command.run(
     main,
+    within=processes.together,
     user_errors=(
       CheckpointError,
       DataError,

@@ -1,0 +1,257 @@
+"""Commands of several processes: joining, agreeing, ending together."""
+
+import copy
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+from absl import flags
+from runs import ROOT, assert_mistake, environment
+
+from mtpjax import processes
+from mtpjax.fields import ConfigError
+
+DEMO = """'''A demo.'''
+import os, signal, time
+from absl import flags as absl_flags
+from mtpjax import fields, flags, processes
+
+processes.define_flags()
+absl_flags.adopt_module_key_flags(processes)
+MODE = absl_flags.DEFINE_string('mode', '', 'MODE:PROCESS')
+
+
+def main():
+  import jax
+
+  index, (mode, _, who) = jax.process_index(), MODE.value.partition(':')
+  said = processes.agreed(['first', index]), processes.anywhere(index == 1)
+  print(jax.process_count(), *said, processes.anywhere(False), flush=True)
+  if mode == 'end':
+    return 3
+  if who == str(index):
+    print('now', time.monotonic(), flush=True)
+  if (mode, who) == ('mistake', str(index)):
+    raise fields.ConfigError('steps', 0, 'is bad', 'mend it')
+  if (mode, who) == ('bug', str(index)):
+    raise KeyError('a real bug')
+  if (mode, who) == ('kill', str(index)):
+    os.kill(os.getpid(), signal.SIGKILL)
+  time.sleep(60) if index else processes.anywhere(True)
+
+
+if __name__ == '__main__':
+  flags.run(main, takes_config=False, within=processes.together)
+"""
+
+
+def free_port():
+  with socket.create_server(('', 0)) as server:
+    return server.getsockname()[1]
+
+
+def joined(index, count, port):
+  """The flags of one process."""
+  return [
+    f'--coordinator=127.0.0.1:{port}',
+    f'--processes={count}',
+    f'--process={index}',
+  ]
+
+
+@pytest.fixture(scope='module')
+def demo(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('demo')
+  (folder / 'demo.py').write_text(DEMO)
+
+  def start(*args, **env):
+    return subprocess.Popen(
+      [sys.executable, folder / 'demo.py', *args],
+      env={**environment(folder, **env), 'PYTHONPATH': str(ROOT)},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+
+  return start
+
+
+def finished(started, timeout=60):
+  """Each process's exit code, output and errors."""
+  done = []
+  for process in started:
+    out, errors = process.communicate(timeout=timeout)
+    done.append(
+      subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+    )
+  return done
+
+
+def seconds_since(done):
+  """From the line `now` to here."""
+  said = re.search(r'^now (.*)$', ''.join(x.stdout for x in done), re.MULTILINE)
+  assert said
+  return time.monotonic() - float(said[1])
+
+
+def two(demo, mode):
+  port = free_port()
+  return finished([demo(*joined(i, 2, port), f'--mode={mode}') for i in range(2)])
+
+
+def test_two_processes_join_agree_and_end_together(demo):
+  for done in two(demo, 'end'):
+    assert (done.returncode, done.stderr) == (3, '')
+    assert done.stdout == "2 ['first', 0] True False\n"
+
+
+@pytest.mark.parametrize('who', [0, 1])
+def test_a_mistake_of_one_ends_the_other_which_says_so(demo, who):
+  done = two(demo, f'mistake:{who}')
+  assert_mistake(done[who], 'steps = 0: is bad; mend it')
+  assert_mistake(done[1 - who], f'process {who} of 2 ended: steps = 0: is bad')
+  assert seconds_since(done) < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('who', [0, 1])
+def test_so_does_a_bug(demo, who):
+  done = two(demo, f'bug:{who}')
+  assert [x.returncode for x in done] == [1, 1]
+  assert 'Traceback' in done[who].stderr and 'a real bug' in done[who].stderr
+  assert f"process {who} of 2 ended: KeyError: 'a real bug'" in done[1 - who].stderr
+  assert 'Traceback' not in done[1 - who].stderr
+  assert seconds_since(done) < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('who', [0, 1])
+def test_a_killed_process_is_noticed_in_15_seconds(demo, who):
+  done = two(demo, f'kill:{who}')
+  assert done[1 - who].returncode not in (0, None)
+  assert re.search(r'another task died|is gone', done[1 - who].stderr)
+  assert seconds_since(done) < 15
+
+
+def test_who_never_arrives_is_waited_for_only_so_long(demo):
+  ports = free_port(), free_port()
+  started = [
+    demo(*joined(i, 2, port), '--join_timeout=2') for i, port in enumerate(ports)
+  ]
+  done = finished(started)
+  for port, one in zip(ports, done, strict=True):
+    assert_mistake(one, f'127.0.0.1:{port} did not bring', '--join_timeout=2 s')
+
+
+def test_alone_nothing_is_started(demo):
+  [done] = finished([demo('--mode=end')])
+  assert (done.returncode, done.stdout) == (3, "1 ['first', 0] False False\n")
+  assert done.stderr == ''
+
+
+SLURM = {
+  'SLURM_JOB_ID': '7',
+  'SLURM_STEP_NODELIST': 'node[3-4]',
+  'SLURM_NTASKS': '2',
+  'SLURM_PROCID': '1',
+  'SLURM_LOCALID': '0',
+}
+MPI = {
+  'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://10.96.0.1:34911',
+  'OMPI_COMM_WORLD_SIZE': '4',
+  'OMPI_COMM_WORLD_RANK': '3',
+  'OMPI_COMM_WORLD_LOCAL_RANK': '1',
+}
+POD = {'KUBERNETES_SERVICE_HOST': '10.0.0.1'}
+
+
+@pytest.fixture
+def place(monkeypatch):
+  """An environment with these variables, and what JAX was told to join."""
+  found = []
+  monkeypatch.setattr(
+    jax.distributed, 'initialize', lambda **given: found.append(given)
+  )
+
+  def make(env, *args):
+    for name, value in env.items():
+      monkeypatch.setenv(name, value)
+    processes.define_flags()
+    values = flags.FlagValues()
+    for name in ('coordinator', 'processes', 'process', 'join_timeout'):
+      values[name] = copy.deepcopy(flags.FLAGS[name])
+    values(['test', *args])
+    monkeypatch.setattr(flags, 'FLAGS', values)
+    return processes._join(), found
+
+  return make
+
+
+@pytest.mark.parametrize(
+  'env',
+  [{}, {**SLURM, 'SLURM_NTASKS': '1'}, {**MPI, 'OMPI_COMM_WORLD_SIZE': '1'}, POD],
+)
+def test_a_single_process_joins_nothing(place, env):
+  assert place(env) == (False, [])
+
+
+@pytest.mark.parametrize(
+  ('env', 'devices'),
+  [
+    (SLURM, None),
+    # One process a node takes all its devices; JAX alone takes the first.
+    ({**SLURM, 'SLURM_STEP_NUM_TASKS': '2', 'SLURM_STEP_NUM_NODES': '2'}, []),
+    ({**SLURM, 'SLURM_STEP_NUM_TASKS': '2', 'SLURM_STEP_NUM_NODES': '1'}, None),
+    ({**SLURM, 'CUDA_VISIBLE_DEVICES': '3'}, []),
+    ({**SLURM, 'CUDA_VISIBLE_DEVICES': '2,3'}, None),
+    (MPI, None),
+    ({**MPI, 'OMPI_COMM_WORLD_LOCAL_SIZE': '1'}, []),
+  ],
+)
+def test_what_a_launcher_says_is_left_to_jax(place, env, devices):
+  joins, [given] = place(env)
+  assert joins
+  assert given['local_device_ids'] == devices
+  assert 'coordinator_address' not in given
+
+
+def test_what_is_said_by_hand_counts_more_than_a_launcher(place):
+  joins, [given] = place(SLURM, '--coordinator=h:1', '--processes=3', '--process=2')
+  assert joins
+  assert given['coordinator_address'] == 'h:1'
+  assert (given['num_processes'], given['process_id']) == (3, 2)
+  assert given['cluster_detection_method'] == 'deactivate'
+  assert place(SLURM, '--coordinator=h:1', '--processes=1', '--process=0')[0] is False
+
+
+def test_a_job_that_cannot_be_found_out_is_an_error(place, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'kubernetes', None)
+  with pytest.raises(ConfigError, match='K8sCluster cannot be found out'):
+    place({**POD, 'JOB_COMPLETION_INDEX': '0'})
+
+
+@pytest.mark.parametrize(
+  ('args', 'said'),
+  [
+    (['--processes=2', '--process=0'], '--coordinator = None: is missing'),
+    (['--coordinator=h:1', '--process=0'], '--processes = None: is missing'),
+    (joined(2, 2, 1), '--process = 2: is not one of 2'),
+    (joined(0, 0, 1), '--processes = 0'),
+    (['--coordinator=host', '--processes=2', '--process=0'], 'is no address'),
+  ],
+)
+def test_flags_that_do_not_fit_are_refused(place, args, said):
+  with pytest.raises(ConfigError, match=said):
+    place({}, *args)
+
+
+def test_a_port_in_use_is_refused(place):
+  with socket.create_server(('', 0)) as server:
+    port = server.getsockname()[1]
+    with pytest.raises(ConfigError, match='cannot be listened at'):
+      place({}, *joined(0, 2, port))
+    assert place({}, *joined(1, 2, port))[0]
