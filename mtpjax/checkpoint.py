@@ -1,6 +1,7 @@
 """Checkpoints: asynchronous, atomic, sharded and verified. All that touches orbax.
 
 DIRECTORY/STEP/                one checkpoint; orbax renames it into place when whole
+  commit_success.txt           or, in a bucket, which cannot rename, writes this last
   _CHECKPOINT_METADATA         JSON: `custom_metadata` is our record, with its SHA-256
   state/                       the arrays under their names, nested
 DIRECTORY/STEP.damaged-TIME/   was in the way of a save, and was moved aside
@@ -38,10 +39,11 @@ from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array, PyTree
 from orbax.checkpoint import v1 as ocp
 
+from mtpjax import paths
 from mtpjax.checksum import checksum
 from mtpjax.fields import ConfigError
 
-_RECORD = '_CHECKPOINT_METADATA'  # orbax's name for it
+_RECORD, _COMMIT = '_CHECKPOINT_METADATA', 'commit_success.txt'  # orbax's names
 _SHOWN = 12  # leaves named in a message
 _Path = str | os.PathLike
 
@@ -153,6 +155,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         if not self._swept:  # what killed runs left; never when only reading
           self._sweep('[0-9]*.orbax-checkpoint-tmp*')
           self._sweep('[0-9]*.deleted')
+          for begun in _numbered(self.directory, committed=False):
+            self._sweep(str(begun))
         _move_aside(path)
       self._swept = True
       with _context():
@@ -195,13 +199,17 @@ class Checkpoints(contextlib.AbstractContextManager):
       raise CheckpointError(f'{problem}; whole steps there: {self.steps()}') from error
 
   def _delete(self, step: int) -> None:
-    # Renamed first: a kill must not leave half a checkpoint under a step's name.
+    # A kill must not leave half a checkpoint that looks like a whole one.
     path = self.directory / str(step)
-    with contextlib.suppress(OSError):  # stays until another save
-      path.rename(self.directory / f'{step}.deleted').rmtree()
+    with contextlib.suppress(Exception):  # stays until another save
+      if paths.is_bucket(path):
+        (path / _COMMIT).unlink()
+      else:
+        path = path.rename(self.directory / f'{step}.deleted')
+      path.rmtree()
 
   def _sweep(self, debris: str) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(Exception):  # remote file systems raise their own
       for path in self.directory.glob(debris):
         path.rmtree()
 
@@ -341,14 +349,20 @@ def _compare(path, stored: dict, wanted: dict, prefix: str, subset: bool) -> Non
 
 
 def _absolute(directory: _Path) -> epath.Path:
-  path = epath.Path(directory).expanduser()
-  return path if '://' in os.fspath(directory) else path.absolute()
+  path = paths.at(directory)
+  return path if paths.is_bucket(path) else path.absolute()
 
 
-def _numbered(directory: epath.Path) -> list[int]:
-  paths = directory.iterdir() if directory.is_dir() else []
-  named = [p for p in paths if re.fullmatch(r'0|[1-9][0-9]{0,17}', p.name)]
-  return sorted(int(path.name) for path in named if path.is_dir())
+def _numbered(directory: epath.Path, committed: bool = True) -> list[int]:
+  """The steps that are there; or those of a bucket whose save was never finished."""
+  found = directory.iterdir() if directory.is_dir() else []
+  named = [p for p in found if re.fullmatch(r'0|[1-9][0-9]{0,17}', p.name)]
+  return sorted(
+    int(path.name)
+    for path in named
+    if path.is_dir()
+    and (not paths.is_bucket(path) or (path / _COMMIT).exists()) == committed
+  )
 
 
 def _seal(metadata: dict, data_state: dict, leaves: dict) -> dict:

@@ -17,7 +17,7 @@ import jax
 from etils import epath
 from flax import nnx, traverse_util
 
-from mtpjax import checkpoint, fields
+from mtpjax import checkpoint, fields, paths
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.fields import ConfigError
 
@@ -172,7 +172,7 @@ def _flat(tree: dict) -> dict[str, Any]:
 
 
 def _find(path: str) -> tuple[epath.Path, int | None]:
-  given = epath.Path(path).expanduser()
+  given = paths.at(path)
   if given.name.isdigit() and (given.parent / given.name).is_dir():
     return given.parent, int(given.name)
   return checkpoint.find(path), None

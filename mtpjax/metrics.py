@@ -23,6 +23,7 @@ import numpy as np
 import tensorboardX
 from jaxtyping import ArrayLike
 
+from mtpjax import paths
 from mtpjax.fields import ConfigError
 
 
@@ -217,8 +218,12 @@ def _scalars(
       yield prefix + name, value
 
 
-def replace(path: Path, text: str) -> None:
-  """Writes a file whole or not at all."""
+def replace(path: str | os.PathLike, text: str) -> None:
+  """Writes a file whole or not at all, as a bucket does by itself."""
+  if paths.is_bucket(path):
+    paths.at(path).write_text(text)
+    return
+  path = Path(path)
   part = path.with_name(f'{path.name}.part-{os.getpid()}')
   with part.open('w', encoding='utf-8', newline='\n') as file:
     file.write(text)
@@ -229,7 +234,7 @@ def replace(path: Path, text: str) -> None:
 
 def write_summary(path: str | os.PathLike, summary: Mapping[str, Any]) -> None:
   """Writes strict JSON, atomically: a reader sees the old file or the new one."""
-  path = Path(path)
+  path = paths.at(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   replace(path, to_json(summary, indent=2) + '\n')
 

@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import jax
 from absl import flags
+from etils import epath
 
 from mtpjax import config as configs
-from mtpjax import fields, mesh, model, workdir
+from mtpjax import fields, mesh, model, paths, workdir
 from mtpjax import step as steps
 from mtpjax.checkpoint import Checkpoints, find, read_metadata
 from mtpjax.data import tokenizer
@@ -111,7 +112,7 @@ def restore(
   )
 
 
-def output() -> Path | None:
+def output() -> Path | epath.Path | None:
   """The file that --json names; whether it can be written is found out before the work,
   not after."""
   name = flags.FLAGS.json
@@ -119,7 +120,10 @@ def output() -> Path | None:
     return None
   if name == '-':
     raise fields.ConfigError('--json', '-', 'is no file here', 'name a file')
-  path = Path(name).expanduser().resolve()
+  path = paths.at(name)
+  if paths.is_bucket(path):
+    return path
+  path = Path(path).resolve()
   if path.exists() and not path.is_file():
     raise fields.ConfigError('--json', name, 'is no file', 'name a file')
   try:

@@ -12,7 +12,6 @@ import functools
 import math
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -71,7 +70,7 @@ class Run:
 
   config: configs.Config
   data: batches.Data
-  directory: Path
+  directory: workdir.Workdir
   saved: Checkpoints
   best: Checkpoints | None  # that of the lowest held-out loss
   clock: meters.Clock
@@ -114,7 +113,10 @@ class Run:
 def main(config: configs.Config) -> int:
   signals = catch_signals()
   run = begin(config)
-  with metrics.Writer(run.directory, run.resumed_at, config.wandb) as writer:
+  with (
+    run.directory,
+    metrics.Writer(run.directory.files, run.resumed_at, config.wandb) as writer,
+  ):
     compile_steps(run)
     code = train(run, writer, signals)
     if code is None:
@@ -159,11 +161,11 @@ def begin(config: configs.Config) -> Run:
   directory = workdir.claim(name, config)
   workdir.keep(directory, data.tokenizer)
   metadata = workdir.metadata(config, data.tokenizer)
-  saved = Checkpoints(directory / 'checkpoints', config.checkpoint, metadata)
+  saved = Checkpoints(directory.path / 'checkpoints', config.checkpoint, metadata)
   best = None
   if config.evaluation.every is not None and config.evaluation.keep_best:
     one = checkpoint.Config(every=1, keep=1)
-    best = Checkpoints(directory / 'best', one, metadata, behind=saved)
+    best = Checkpoints(directory.path / 'best', one, metadata, behind=saved)
   run = Run(
     config,
     data,
@@ -192,7 +194,8 @@ def begin(config: configs.Config) -> Run:
     position = restored.data_state
     run.rows.set_state(position['rows'])
     run.restore_figures(position)
-    run.clock.set_state(position['clock'], metrics.last_step(directory) - run.done)
+    lost = metrics.last_step(directory.files) - run.done
+    run.clock.set_state(position['clock'], lost)
     finished = run.done == config.steps
     what = 'is finished, evaluating again' if finished else 'going on'
     say(f'resuming {directory} at step {run.done}: {what}')
@@ -229,7 +232,7 @@ def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
     run.saved,
     run.best or contextlib.nullcontext(),
     terminal.Progress(config.steps, run.done, every=config.log_every) as progress,
-    meters.Trace(run.directory / 'profile', config.profile) as trace,
+    meters.Trace(run.directory.files / 'profile', config.profile) as trace,
   ):
     # A step's metrics are fetched once the next has been dispatched.
     pending: Any = None
@@ -279,6 +282,7 @@ def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
       if last or (owed and not run.meter.high):
         owed = False
         with clock('checkpoint'):
+          run.directory.sync()  # the lines up to here belong to it
           if run.best is not None:
             run.best.close()  # a checkpoint's `lowest` is that of a best one on disk
           run.saved.save(run.done, run.state, run.position(), wait=last)
@@ -311,13 +315,14 @@ def finish(run: Run, writer: metrics.Writer) -> None:
   what asks to stop is obeyed at once."""
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
   signal.signal(signal.SIGINT, signal.default_int_handler)
-  config, directory, first = run.config, run.directory, jax.process_index() == 0
+  config, first = run.config, jax.process_index() == 0
+  directory, files = run.directory, run.directory.files
   total = heldout.count(config, run.data.heldout)
   result = run.evaluate(None, functools.partial(terminal.watch, total=total))
   if result['loss'] is not None:
     writer.write(config.steps, {'split': 'heldout', 'final': True, **result})
   say('\n'.join(x for x in (heldout.table(result), answers.table(result)) if x))
-  lines = metrics.read_metrics(directory / 'metrics.jsonl') if first else []
+  lines = metrics.read_metrics(files / 'metrics.jsonl') if first else []
   # Where every step was skipped, a line has no losses.
   drawn = [line for line in lines if line.get('loss_by_depth')]
   trained = [line for line in drawn if 'split' not in line]
@@ -336,9 +341,9 @@ def finish(run: Run, writer: metrics.Writer) -> None:
     'compile_seconds': run.clock.seconds()['compile'],
   }
   if drawn:
-    figures.loss_figure(drawn, directory / 'loss.png')
+    figures.loss_figure(drawn, files / 'loss.png')
   if first:
-    metrics.write_summary(directory / 'summary.json', summary)
+    metrics.write_summary(files / 'summary.json', summary)
 
   # What drafting is worth. Whatever fails here, the results above are written.
   if config.drafter is not None:
@@ -353,9 +358,9 @@ def finish(run: Run, writer: metrics.Writer) -> None:
     )
   say(acceptance.table(drafted))
   if drafted and first:
-    figures.acceptance_figure(drafted, directory / 'acceptance.png')
+    figures.acceptance_figure(drafted, files / 'acceptance.png')
     summary |= {**drafted, **run.clock.summary()}
-    metrics.write_summary(directory / 'summary.json', summary)
+    metrics.write_summary(files / 'summary.json', summary)
   say(
     f'{run.clock}. Figures: {directory}/*.png, {directory}/summary.json\nNext:\n'
     f'  python -m mtpjax.evaluate --checkpoint={directory}\n'

@@ -1,5 +1,8 @@
 """The directory a run writes: whose it is, and what it must be to go on in it.
 
+It may be in a bucket, gs://BUCKET/NAME. There are no locks there: no two runs may use
+one directory, and nothing sees to it.
+
 config.json     the resolved config           checkpoints/  orbax
 vocabulary.json the tokenizer                 best/         the best one, see `heldout`
 metrics.jsonl   a line of figures a log       tensorboard/  the same as events
@@ -8,64 +11,123 @@ loss.png        the loss curves               summary.json  the result, for prog
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import dataclasses
 import fcntl
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
+from absl import logging
+from etils import epath
 
 from mtpjax import config as configs
-from mtpjax import fields, metrics
+from mtpjax import fields, metrics, paths
 from mtpjax.checkpoint import CheckpointError
 from mtpjax.data.tokenizer import VOCABULARY, Tokenizer
+
+METRICS = 'metrics.jsonl'
 
 
 class WorkdirError(ValueError):
   """The directory cannot be used: which one, why, and what to do."""
 
 
-def claim(workdir: str, config: configs.Config) -> Path:
+@dataclasses.dataclass
+class Workdir(contextlib.AbstractContextManager):
+  """Where a run writes. Closing it copies what is left to copy.
+
+  Attributes:
+    path: what --workdir names; checkpoints go there.
+    files: all else is written here: the same directory, or one whose files are copied
+      to the bucket, by process 0.
+  """
+
+  path: epath.Path
+  files: Path
+  mirror: paths.Mirror | None = None
+
+  def sync(self) -> None:
+    """What is in `files` is safe when this returns."""
+    if self.mirror is not None:
+      self.mirror.sync()
+
+  def __exit__(self, kind, error, trace) -> None:
+    if self.mirror is not None:
+      try:
+        self.mirror.close()
+      except Exception as failure:  # remote file systems raise their own
+        if kind is None:
+          raise WorkdirError(f'--workdir={self} cannot be written: {failure}') from None
+        logging.error('copying to %s failed: %s', self, failure)
+
+  def __str__(self) -> str:
+    return str(self.path)
+
+
+def claim(workdir: str, config: configs.Config) -> Workdir:
   """Makes the directory and writes the config into it, or finds it there.
 
   Raises:
     WorkdirError: it holds a run of another config, or cannot be written.
   """
-  path = Path(workdir).expanduser()  # the shell leaves --workdir=~/x as it is
-  saved = path / 'config.json'
+  path = paths.at(workdir)  # the shell leaves --workdir=~/x as it is
+  run = Workdir(path, Path(path))
   new = fields.to_json(config)
   try:
+    if paths.is_bucket(path):
+      run.files = _copy(path)
+    saved = path / 'config.json'
     if saved.exists():
-      _same(json.loads(saved.read_text('utf-8')), new, path)
-      if (path / 'metrics.jsonl').exists():
-        metrics.read_metrics(path / 'metrics.jsonl')  # names a spoilt line
+      _same(json.loads(saved.read_text()), new, path)
+      if (run.files / METRICS).exists():
+        metrics.read_metrics(run.files / METRICS)  # names a spoilt line
     elif path.exists() and any(not _torn(file) for file in path.iterdir()):
       raise WorkdirError(
         f'--workdir={workdir} holds files but no run of ours; use an empty directory'
       )
     if jax.process_index() == 0:
-      path.mkdir(parents=True, exist_ok=True)
-      _lock(path)
-      metrics.write_summary(saved, new)
+      run.files.mkdir(parents=True, exist_ok=True)
+      if paths.is_bucket(path):
+        run.mirror = paths.Mirror(run.files, path)
+      else:
+        _lock(run.files)
+      metrics.write_summary(run.files / 'config.json', new)
+      run.sync()
   except WorkdirError:
     raise
-  except (OSError, ValueError) as error:  # no text and no JSON among them
+  except Exception as error:  # remote file systems raise their own
     raise WorkdirError(
       f'--workdir={workdir} cannot be used: {error}; choose another directory'
     ) from error
-  return path
+  return run
 
 
-def _torn(file: Path) -> bool:
+def _copy(path: epath.Path) -> Path:
+  """A local directory for the files of a bucket's run, with those that it goes on from.
+  It goes with the process."""
+  folder = tempfile.TemporaryDirectory(prefix='mtpjax-', ignore_cleanup_errors=True)
+  atexit.register(folder.cleanup)
+  files = Path(folder.name, path.name)
+  files.mkdir()
+  if (path / METRICS).exists():
+    (files / METRICS).write_bytes((path / METRICS).read_bytes())
+  return files
+
+
+def _torn(file: epath.Path) -> bool:
   """A run killed while it wrote its very first file leaves this."""
   return file.name == _LOCK or file.name.startswith('config.json.part-')
 
 
-def keep(path: Path, tokenizer: Tokenizer) -> None:
+def keep(run: Workdir, tokenizer: Tokenizer) -> None:
   """Writes the tokenizer there, for runs that begin with this one."""
   if jax.process_index() == 0:
-    metrics.replace(path / VOCABULARY, tokenizer.to_json())
+    metrics.replace(run.files / VOCABULARY, tokenizer.to_json())
 
 
 _LOCK = '.lock'
@@ -87,7 +149,7 @@ def _lock(path: Path) -> None:
     os.close(file)
 
 
-def _same(old: Any, new: dict[str, Any], path: Path) -> None:
+def _same(old: Any, new: dict[str, Any], path: epath.Path) -> None:
   if not isinstance(old, dict) or old.get('class') != new['class']:
     raise WorkdirError(
       f'--workdir={path} holds a config.json that is not ours; use an empty directory'

@@ -36,7 +36,9 @@ def test_a_new_directory_is_made_with_its_parents_and_holds_the_resolved_config(
   tmp_path,
 ):
   config = settings()
-  path = workdir.claim(str(tmp_path / 'a' / 'b'), config)
+  run = workdir.claim(str(tmp_path / 'a' / 'b'), config)
+  path = run.files
+  assert str(run) == str(run.path) == str(path)
   assert path == tmp_path / 'a' / 'b'
   assert {file.name for file in path.iterdir()} == {'.lock', 'config.json'}
   saved = json.loads((path / 'config.json').read_text())
