@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax import mesh
 from mtpjax.data import pack, tasks
 from mtpjax.sampling import generate
 from mtpjax.sampling.filters import Settings
@@ -25,9 +24,8 @@ class Answers:
   def __init__(self, graphdef: Any, rows: pack.Rows, count: int):
     self._graphdef = graphdef
     self._decoder: generate.Decoder | None = None
-    whole = mesh.axis_size('context') == 1  # a decode has no time to split
     self._problems: tasks.Examples | None = None
-    if count and whole and isinstance(rows, tasks.TaskRows):
+    if count and isinstance(rows, tasks.TaskRows):
       self._problems = rows.problems(count)
 
   def measure(self, params: Any) -> dict[str, Any]:

@@ -178,7 +178,8 @@ def _check_mesh(config: Config) -> None:
   checks = [
     ('data.batch', config.data.batch, mesh.BATCH, rows, 'optimizer.accumulate × '),
     ('data.length', config.data.length, ('context',), 1, ''),
-    ('trunk.width', sizes.width, ('fsdp',), 1, ''),
+    ('trunk.width', sizes.width, mesh.STORED, 1, ''),
+    ('trunk.width', sizes.width, ('tensor',), 1, ''),
     ('trunk.heads', sizes.heads, ('tensor',), 1, ''),
     ('trunk.ffn', sizes.ffn, ('tensor',), 1, ''),
     ('trunk.vocab_multiple', sizes.vocab_multiple, ('tensor',), 1, ''),

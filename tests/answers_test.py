@@ -57,5 +57,3 @@ def test_what_has_no_problems_has_no_answers():
   with on_mesh(fsdp=1):
     for own in (answers.Answers(None, text, 10), answers.Answers(None, rows, 0)):
       assert own.measure({}) == {} and answers.table({}) == ''
-  with on_mesh(context=2):
-    assert answers.Answers(None, rows, 10).measure({}) == {}

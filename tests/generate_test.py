@@ -473,8 +473,3 @@ def test_decoders_that_cannot_be_made(natural, plain, unchecked):
       ConfigError, match=r'settings\[0\].draft = 1: is more than the 0'
     ):
       plain.generate(*TOKENS, Settings(draft=1))
-  with (
-    on_mesh(fsdp=1, context=2),
-    pytest.raises(ConfigError, match=r'mesh.context = 2: .*use fsdp or tensor'),
-  ):
-    generate.Decoder(graphdef, params)

@@ -1,11 +1,16 @@
 """Mesh: its sizes, refusals that name the numbers, and where each parameter lies."""
 
 import functools
+import itertools
+import math
+import types
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import PartitionSpec as P
 
 from mtpjax import mesh, model
@@ -14,17 +19,20 @@ from mtpjax.fields import ConfigError
 from mtpjax.models import trunk
 
 # Where the last dimensions of each parameter lie; stacks are whole on the leading one.
+STORED = ('fsdp', 'context', 'expert')
 TABLE = {
-  'embedding': ('tensor', 'fsdp'),
-  'unembedding': ('tensor', 'fsdp'),
-  'w_query': ('fsdp', 'tensor', None),
-  'w_key': ('fsdp', 'KV', None),
-  'w_value': ('fsdp', 'KV', None),
-  'w_mix': ('tensor', None, 'fsdp'),
-  'w_up': ('fsdp', 'tensor'),
-  'w_gate': ('fsdp', 'tensor'),
-  'w_down': ('tensor', 'fsdp'),
-  'w_join': (None, 'fsdp', None),
+  'embedding': ('tensor', STORED),
+  'unembedding': ('tensor', STORED),
+  'places': (None, STORED),
+  'w_query': (STORED, 'tensor', None),
+  'w_key': (STORED, 'KV', None),
+  'w_value': (STORED, 'KV', None),
+  'w_mix': ('tensor', None, STORED),
+  'w_up': (STORED, 'tensor'),
+  'w_gate': (STORED, 'tensor'),
+  'w_down': ('tensor', STORED),
+  'w_join': (None, STORED, 'tensor'),
+  'w_map': (STORED, 'tensor'),
   'bias_query': ('tensor', None),
   'bias_key': ('KV', None),
   'bias_value': ('KV', None),
@@ -89,6 +97,124 @@ def test_sizes_that_do_not_fit_are_refused_by_their_numbers(sizes, said):
     sizes_of(**sizes)
   for words in said:
     assert words in str(error.value)
+
+
+# ------------------------------------------------------------------------- placement
+
+
+def slices(kind, count, topology):
+  """Devices of `count` slices, in an order that says nothing: TPUs with coordinates,
+  GPUs with a process each, or CPUs, which know of processes only."""
+  found: list[Any] = []
+  for n in range(count):
+    for x, y in itertools.product(*map(range, topology)):
+      index = len(found)
+      one = types.SimpleNamespace(
+        id=index, platform=kind, device_kind=kind, process_index=n
+      )
+      if kind == 'tpu':
+        one.coords, one.core_on_chip, one.slice_index = (x, y, 0), 0, n
+        one.device_kind, one.process_index = 'TPU v4', index // 4
+      elif kind == 'gpu':
+        one.slice_index, one.process_index = n, index
+      one.slice = n
+      found.append(one)
+  np.random.default_rng(0).shuffle(found)
+  return found
+
+
+@pytest.mark.parametrize(
+  ('count', 'topology', 'sizes', 'crossing'),
+  [
+    (2, (2, 2), {'replica': 2, 'fsdp': 4}, {'replica': 2}),
+    (2, (2, 2), {'replica': 2, 'tensor': 2, 'context': 2}, {'replica': 2}),
+    (2, (2, 2), {'replica': 4, 'fsdp': 2}, {'replica': 2}),
+    (2, (2, 4), {'replica': 1, 'fsdp': 16}, {'fsdp': 2}),
+    (2, (2, 4), {'replica': 1, 'fsdp': 4, 'tensor': 4}, {'fsdp': 2}),
+    (2, (2, 4), {'tensor': 8, 'expert': 2}, {'expert': 2}),
+    (2, (2, 4), {'tensor': 8, 'context': 2}, {'context': 2}),
+    (2, (2, 2), {'tensor': 8}, {'tensor': 2}),
+    (4, (2, 2), {'replica': 2, 'fsdp': 8}, {'replica': 2, 'fsdp': 2}),
+    (6, (2, 2), {'replica': 3, 'fsdp': 4, 'tensor': 2}, {'replica': 3, 'fsdp': 2}),
+    (3, (2, 2), {'replica': 4, 'fsdp': 3}, {'fsdp': 3}),
+    (6, (1, 1), {'replica': 2, 'tensor': 3}, {'replica': 2, 'tensor': 3}),
+  ],
+)
+@pytest.mark.parametrize('kind', ['tpu', 'gpu', 'cpu'])
+def test_the_slow_network_carries_the_axes_with_the_least_to_send(
+  kind, count, topology, sizes, crossing
+):
+  devices = slices(kind, count, topology)
+  sizes = {axis: sizes.get(axis, 1) for axis in mesh.AXES}
+  placed = mesh.place(sizes, devices)
+  assert placed.shape == tuple(sizes.values())
+  assert sorted(d.id for d in placed.flat) == list(range(len(devices)))
+  of = np.vectorize(lambda device: device.slice)(placed)
+  for n, axis in enumerate(mesh.AXES):
+    lines = np.moveaxis(of, n, -1).reshape(-1, sizes[axis])
+    each = {len(set(line)) for line in lines}
+    assert each == {crossing.get(axis, 1)}, axis
+    # What goes over it changes slices as seldom as can be.
+    assert {np.count_nonzero(np.diff(line)) for line in lines} == {max(each) - 1}
+  if kind == 'cpu' and math.prod(sizes[a] for a in mesh.BATCH) % count == 0:
+    # The rows of a process are neighbours, as far as replicas need not be.
+    rows = np.moveaxis(of, mesh.AXES.index('expert'), 2).reshape(-1, *placed.shape[2:4])
+    assert crossing.get('fsdp', 1) == count or (np.diff(rows[:, 0, 0]) >= 0).all()
+
+
+def test_one_slice_is_laid_out_as_its_network_is():
+  devices = slices('tpu', 1, (4, 4))
+  assert len({d.process_index for d in devices}) == 4  # joined by the fast network
+  sizes = {axis: 1 for axis in mesh.AXES} | {'fsdp': 4, 'tensor': 4}
+  placed = mesh.place(sizes, devices)
+  wanted = mesh_utils.create_device_mesh((1, 4, 4, 1, 1), devices)
+  assert (placed == wanted).all()
+  for row in placed[0, :, :, 0, 0]:  # each a straight line
+    assert 1 in [len({d.coords[n] for d in row}) for n in (0, 1)]
+  # No axis of the network is 8 long: one is split.
+  placed = mesh.place(sizes | {'fsdp': 2, 'tensor': 8}, devices)
+  assert len({d.id for d in placed.flat}) == 16
+
+
+def test_one_process_keeps_the_order_of_its_devices():
+  for sizes in ({'fsdp': 8}, {'replica': 2, 'tensor': 2, 'context': 2}):
+    made = mesh.make(mesh.Config(**{'fsdp': 1, **sizes}))
+    assert list(made.devices.flat) == jax.devices()
+
+
+@pytest.mark.parametrize('kind', ['tpu', 'cpu'])
+def test_slices_of_different_sizes_are_refused_by_their_numbers(kind):
+  devices = [d for d in slices(kind, 2, (2, 3)) if d.slice or d.id < 4]
+  sizes = {axis: 1 for axis in mesh.AXES} | {'fsdp': 10}
+  with pytest.raises(ConfigError) as error:
+    mesh.place(sizes, devices)
+  what = {'tpu': 'slices', 'cpu': 'processes'}[kind]
+  for said in ('fsdp 10', f'{what} of 4, 6 devices', f'{what} of equally many'):
+    assert said in str(error.value)
+
+
+def test_where_time_is_whole_its_devices_have_rows_and_no_weight_moves():
+  with jax.set_mesh(mesh.make(mesh.Config(fsdp=2, tensor=2, context=2))):
+    w = np.arange(128.0, dtype=np.float32).reshape(8, 16)
+    there = jax.device_put(w, jax.NamedSharding(jax.sharding.get_mesh(), mesh.w_DF))
+    before = {s.device: s.data for s in there.addressable_shards}
+    with jax.set_mesh(mesh.whole_in_time()):
+      assert mesh.axis_sizes() == {
+        'replica': 1,
+        'fsdp': 4,
+        'tensor': 2,
+        'context': 1,
+        'expert': 1,
+      }
+      got = mesh.moved({'w': there})['w']
+      assert jax.typeof(got).sharding.mesh == jax.sharding.get_abstract_mesh()
+    assert len(before) == len(got.addressable_shards) == 8
+    for shard in got.addressable_shards:
+      np.testing.assert_array_equal(shard.data, before[shard.device])
+    np.testing.assert_array_equal(got, w)
+
+
+# ------------------------------------------------------------------------- the table
 
 
 def test_axis_sizes_multiply():

@@ -79,7 +79,7 @@ SHAPES = {
   'trunk/blocks/w_up': ((3, 16, 40), P(None, *mesh.w_DF), (1, 1)),
   'trunk/blocks/gain_ffn': ((3, 16), P(None, None), None),
   'trunk/embedding': ((24, 16), mesh.w_VD, None),
-  'trunk/experts/w_down': ((3, 2, 40, 16), P(None, 'expert', *mesh.w_FD), (2, 1)),
+  'trunk/experts/w_down': ((3, 2, 40, 16), P(None, 'expert', 'tensor', 'fsdp'), (2, 1)),
   'objectives/drafter/w_join': ((1, 2, 16, 16), P(None, None, *mesh.w_DD), (2, 1)),
   'objectives/heads/w_map': ((8, 16, 16), P(None, *mesh.w_DD), (1, 1)),
   'objectives/one/w_alone': ((24, 16), mesh.w_DF, (0, 1)),

@@ -155,7 +155,8 @@ class Residual(base.Drafter):
     """One depth, ready for its head; `key` where inner values are to be dropped."""
     if self.config.form == 'medusa':
       for w_map in w['w_map']:
-        x_BTD = x_BTD + jax.nn.silu(layers.linear(x_BTD, w_map, 'D,DE->E'))
+        y = jax.nn.silu(layers.linear(x_BTD, w_map, 'D,DE->E'))
+        x_BTD = x_BTD + jax.reshard(y, mesh.act_BTD)
       return x_BTD
     y = layers.norm(x_BTD, w['gain_in'], self.sizes.norm_epsilon)
     y = jax.nn.silu(layers.linear(y, w['w_up'], 'D,DF->F'))

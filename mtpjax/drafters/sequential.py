@@ -145,6 +145,7 @@ class Sequential(base.Drafter):
     pair = (e, h) if config.concat == 'embed_hidden' else (h, e)
     x = layers.linear(pair[0], w['w_join'][0], 'D,DE->E')
     x = x + layers.linear(pair[1], w['w_join'][1], 'D,DE->E')
+    x = jax.reshard(x, mesh.act_BTD)
     x, kept = blocks.block(w['block'], x, positions_BT, self.sizes, look)
     out = layers.norm(x, w['gain_out'], eps)
     return out, (out if config.chain_norm == 'post' else x), kept

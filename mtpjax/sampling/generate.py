@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -63,6 +64,9 @@ class Generation:
 class Decoder:
   """A model whose weights are laid out for decoding, once.
 
+  It runs on the mesh that is set when it is made. A decode has no time to split: there
+  the devices of 'context' have rows of their own.
+
   Args:
     graphdef: from `model.init`.
     params: from there or from a checkpoint.
@@ -87,13 +91,6 @@ class Decoder:
     longest: int = 4096,
     chunk: int = 64,
   ):
-    if mesh.axis_size('context') > 1:
-      raise ConfigError(
-        'mesh.context',
-        mesh.axis_size('context'),
-        'splits time, of which a decode has none to split',
-        'use fsdp or tensor',
-      )
     if rule not in verify.RULES:
       raise ConfigError('rule', rule, 'is no rule', f'use {" or ".join(verify.RULES)}')
     for name, value in (('longest', longest), ('chunk', chunk), ('draft', draft)):
@@ -108,13 +105,15 @@ class Decoder:
     self.longest = longest if learned is None else min(longest, learned)
     self.rule, self.chunk = rule, chunk
     self._graphdef = graphdef
+    self._mesh = mesh.whole_in_time()
     self.take(params)
     self._compiled: dict[tuple, Any] = {}
     self.compilations: dict[tuple, float] = {}  # (what, rows, slots, draft): seconds
 
   def take(self, params: Any) -> None:
     """Other parameters of the same model: what is compiled stays."""
-    self._weights = engine.lay_out(self._graphdef, params)
+    with jax.set_mesh(self._mesh):
+      self._weights = engine.lay_out(self._graphdef, mesh.moved(params))
 
   def generate(
     self,
@@ -127,7 +126,7 @@ class Decoder:
     """All of it in one call of the device; see `generate`."""
     job = self._job(prompts, lengths, settings, key, padding)
     state = self._call('decode', job.sizes, job.prompts, job.lengths, job.sampling)
-    return _generation(_fetch(state), len(lengths))
+    return _generation(self._fetch(state), len(lengths))
 
   def stream(
     self,
@@ -142,7 +141,7 @@ class Decoder:
     job = self._job(prompts, lengths, settings, key, padding)
     state = self._call('prefill', job.sizes, job.prompts, job.lengths, job.sampling)
     while True:
-      host = _fetch(state)
+      host = self._fetch(state)
       yield _generation(host, len(lengths))
       if (host.reason != engine.LIVE).all():
         return
@@ -218,7 +217,9 @@ class Decoder:
     prompts, lengths = np.asarray(prompts), np.asarray(lengths)
     B, P = prompts.shape
     needed = max(int(n) + own.budget for n, own in zip(lengths, each, strict=True))
-    rows, slots = _bucket_rows(B), _power(max(needed, SHORTEST))
+    slots = _power(max(needed, SHORTEST))
+    share = math.prod(self._mesh.shape[axis] for axis in mesh.BATCH)
+    rows = share * _power(-(-B // share))
     ids = np.zeros((rows, slots), np.int32)
     for row, length in enumerate(lengths):
       start = P - length if padding == 'left' else 0
@@ -227,12 +228,13 @@ class Decoder:
     each += [Settings(budget=0)] * (rows - B)
     full = np.ones(rows, np.int32)
     full[:B] = lengths
-    return _Job(
-      (rows, slots),
-      jax.device_put(ids, mesh.whole_BT),
-      jax.device_put(full, mesh.ids_B),
-      filters.arrays(each, self.draft, key),
-    )
+    with jax.set_mesh(self._mesh):
+      return _Job(
+        (rows, slots),
+        jax.device_put(ids, mesh.whole_BT),
+        jax.device_put(full, mesh.ids_B),
+        filters.arrays(each, self.draft, key),
+      )
 
   def _call(self, what: str, sizes: tuple[int, int], *args) -> engine.State:
     name = (what, *sizes, self.draft)
@@ -241,10 +243,19 @@ class Decoder:
       plan = engine.Plan(self.draft, sizes[1], self.chunk, self.rule)
       run = functools.partial(getattr(engine, what), self._graphdef, plan)
       donate = (1,) if what == 'one_round' else ()
-      lowered = jax.jit(run, donate_argnums=donate).lower(self._weights, *args)
-      self._compiled[name] = lowered.compile()
+      with jax.set_mesh(self._mesh):
+        lowered = jax.jit(run, donate_argnums=donate).lower(self._weights, *args)
+        self._compiled[name] = lowered.compile()
       self.compilations[name] = time.monotonic() - began
     return self._compiled[name](self._weights, *args)
+
+  def _fetch(self, state: engine.State) -> engine.State:
+    """On the host, without what it does not want to see; the same on every process."""
+    light = dataclasses.replace(state, caches=None, drafter=None)
+    if jax.process_count() > 1:
+      with jax.set_mesh(self._mesh):
+        return multihost_utils.process_allgather(light, tiled=True)
+    return jax.device_get(light)
 
 
 def generate(
@@ -315,21 +326,8 @@ def _vocab(graphdef: Any, params: Any) -> int:
   return vocab
 
 
-def _bucket_rows(count: int) -> int:
-  share = mesh.axis_size(*mesh.BATCH)
-  return share * _power(-(-count // share))
-
-
 def _power(number: int) -> int:
   return 1 << max(0, number - 1).bit_length()
-
-
-def _fetch(state: engine.State) -> engine.State:
-  """On the host, without what it does not want to see; the same on every process."""
-  light = dataclasses.replace(state, caches=None, drafter=None)
-  if jax.process_count() > 1:
-    return multihost_utils.process_allgather(light, tiled=True)
-  return jax.device_get(light)
 
 
 def _generation(state: engine.State, count: int) -> Generation:

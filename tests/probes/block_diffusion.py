@@ -73,7 +73,7 @@ class BlockDiffusion(base.Objective):
     w = jax.tree.map(lambda a: a[0], blocks.arrays(self.block))
     pairs = zip(self.taps, self.w_join[...], strict=True)
     parts = [layers.linear(out.taps[n], m, 'D,DE->E') for n, m in pairs]
-    context = functools.reduce(jnp.add, parts)
+    context = jax.reshard(functools.reduce(jnp.add, parts), mesh.act_BTD)
     context = layers.norm(context, self.gain_context[...], eps)
     _, keys, values = attention.project(w, context, batch.rows.positions, sizes)
 

@@ -62,7 +62,7 @@ class KVSharing(base.Objective):
     def body(h, ids):
       e = sizes.width**0.5 * trunk.embed(ids)
       x = layers.linear(e, w['w_pre'][0], 'D,DE->E')
-      x = x + layers.linear(h, w['w_pre'][1], 'D,DE->E')
+      x = jax.reshard(x + layers.linear(h, w['w_pre'][1], 'D,DE->E'), mesh.act_BTD)
       # The position stays that of the row at every depth.
       y = layers.norm(x, w['gain_attention'], sizes.norm_epsilon)
       (q,) = attention.project(w, y, rows.positions, sizes, only_queries=True)
