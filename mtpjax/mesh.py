@@ -152,10 +152,11 @@ def place(sizes: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
   counts = collections.Counter(getattr(device, unit) for device in devices)
   if len(set(counts.values())) > 1:
     kind = 'slices' if unit == 'slice_index' else 'processes'
+    each = ', '.join(str(count) for _, count in sorted(counts.items()))
     raise ConfigError(
       'mesh',
       ' × '.join(f'{axis} {size}' for axis, size in sizes.items()),
-      f'cannot be laid over {kind} of {", ".join(str(n) for _, n in sorted(counts.items()))} devices',
+      f'cannot be laid over {kind} of {each} devices',
       f'use {kind} of equally many',
     )
   # What is left of the number of slices divides the sizes that are left, to the end.

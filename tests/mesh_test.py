@@ -23,7 +23,6 @@ STORED = ('fsdp', 'context', 'expert')
 TABLE = {
   'embedding': ('tensor', STORED),
   'unembedding': ('tensor', STORED),
-  'places': (None, STORED),
   'w_query': (STORED, 'tensor', None),
   'w_key': (STORED, 'KV', None),
   'w_value': (STORED, 'KV', None),
@@ -32,7 +31,6 @@ TABLE = {
   'w_gate': (STORED, 'tensor'),
   'w_down': ('tensor', STORED),
   'w_join': (None, STORED, 'tensor'),
-  'w_map': (STORED, 'tensor'),
   'bias_query': ('tensor', None),
   'bias_key': ('KV', None),
   'bias_value': ('KV', None),
