@@ -26,7 +26,8 @@ import statistics
 import time
 from typing import Any
 
-os.environ['JAX_PLATFORMS'] = 'cpu'
+if __name__ == '__main__':
+  os.environ['JAX_PLATFORMS'] = 'cpu'
 
 import jax
 import jax.numpy as jnp
@@ -127,9 +128,10 @@ class Run:
     return statistics.median(self.times)
 
 
-def decoding(drafter: Any, K: int, slots: int, text=None):
+def decoding(drafter: Any, K: int, slots: int, text=None, shape=None):
   """(graphdef, weights, state after the prefill, sampling, plan)."""
-  graphdef, _, make = model.init(sizes(), {'drafter': drafter} if drafter else {}, 0)
+  shape = shape or sizes()
+  graphdef, _, make = model.init(shape, {'drafter': drafter} if drafter else {}, 0)
   params = make()
   if text is not None:
     params['objectives']['drafter'].update(zip(('text', 'right'), text, strict=True))
@@ -137,7 +139,8 @@ def decoding(drafter: Any, K: int, slots: int, text=None):
   new = min(slots, 256) - PROMPT
   sampling = filters.arrays([filters.Settings(budget=new)], K)
   plan = engine.Plan(draft=K, slots=slots, chunk=PROMPT)
-  prompt = np.random.default_rng(0).integers(0, 49_152, (1, slots)).astype(np.int32)
+  prompt = np.random.default_rng(0).integers(0, shape.vocab, (1, slots))
+  prompt = prompt.astype(np.int32)
   ids = jax.device_put(prompt, mesh.whole_BT)
   lengths = jax.device_put(np.array([PROMPT], np.int32), mesh.ids_B)
 
@@ -146,9 +149,9 @@ def decoding(drafter: Any, K: int, slots: int, text=None):
   return graphdef, weights, state, sampling, plan
 
 
-def rounds(drafter: Any, K: int, slots: int, text=None) -> Run:
+def rounds(drafter: Any, K: int, slots: int, text=None, shape=None) -> Run:
   """The decode after its prefill: all rounds."""
-  graphdef, weights, state, sampling, plan = decoding(drafter, K, slots, text)
+  graphdef, weights, state, sampling, plan = decoding(drafter, K, slots, text, shape)
 
   def loop(weights, state, sampling):
     state = jax.lax.while_loop(
@@ -185,6 +188,14 @@ def drafting(drafter: Any, K: int, slots: int, text, count: int) -> Run:
   return Run(loop, weights, state)
 
 
+def script(tokens: np.ndarray, K: int) -> jax.Array:
+  """What a forced module proposes: the text, and how many drafts of a round are it."""
+  text = np.zeros((2, 1, 4096), np.int32)
+  text[0, :, : tokens.shape[1]] = tokens
+  text[1] = np.resize(np.minimum(RIGHT, K), 4096)
+  return jnp.asarray(text)
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('--drafts', type=int, default=3)
@@ -199,10 +210,7 @@ def main() -> None:
 
   plain = rounds(None, 0, slots)
   tokens = np.asarray(plain.out.tokens)[:, : slots + K + 1]
-  text = np.zeros((2, 1, 4096), np.int32)
-  text[0, :, : tokens.shape[1]] = tokens
-  text[1] = np.resize(np.minimum(RIGHT, K), 4096)
-  text = jnp.asarray(text)
+  text = script(tokens, K)
   real = Forced(depth=max(K, 1), attend='rows')
   verify = rounds(dataclasses.replace(real, drafts=False), K, slots, text)
   drafted = rounds(real, K, slots, text)

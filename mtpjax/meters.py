@@ -172,10 +172,15 @@ class Trace:
 
 
 class Training:
-  """Gathers steps' metrics as (sum, count); `flush` gives a line and starts anew."""
+  """Gathers steps' metrics as (sum, count); `flush` gives a line and starts anew.
+
+  Attributes:
+    full_speed: tokens a second with every device at its peak, if it is known.
+  """
 
   def __init__(self, guard: Guard | None = None):
     self.guard = guard or Guard()
+    self.full_speed: float | None = None
     self._meter = Meter()
     self._tokens = self._all_tokens = 0
     self._began = self._window = self._ended = time.monotonic()
@@ -188,6 +193,12 @@ class Training:
     """Real tokens over the time from the first step to the last, all processes."""
     seconds = max(self._ended - self._began, 1e-9)
     return self._all_tokens / seconds if self._all_tokens else None
+
+  def mfu(self, tokens_per_second: float | None) -> dict[str, float]:
+    """Model FLOPs utilisation, where it can be said."""
+    if self.full_speed is None or tokens_per_second is None:
+      return {}
+    return {'mfu': tokens_per_second / self.full_speed}
 
   @property
   def high(self) -> bool:
@@ -283,6 +294,7 @@ class Training:
     for key, values in parts.pop('drafter', {}).items():
       line[key] = line[key] + values
     seconds = time.monotonic() - self._window
+    speed = self._tokens / max(seconds, 1e-9)
     return {
       'loss': means.get('loss'),
       **line,
@@ -290,5 +302,6 @@ class Training:
       **self._now,
       'grad_norm': means.get('grad_norm'),
       **({'skipped': self.skipped} if self.skipped else {}),
-      'tokens_per_second': self._tokens / max(seconds, 1e-9),
+      'tokens_per_second': speed,
+      **self.mfu(speed),
     }

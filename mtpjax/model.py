@@ -197,12 +197,13 @@ def init(
   def parameters(key):
     return nnx.to_pure_dict(nnx.state(build(key)))
 
-  key = jax.random.key(seed)
+  # Nothing runs yet: the mesh may be of devices that are only compiled for.
+  key = jax.eval_shape(lambda: jax.random.key(seed))
   graphdef = nnx.graphdef(nnx.eval_shape(build, key))
   # LLVM would spend seconds on code that runs once.
   options = {'xla_backend_optimization_level': 0} if _on_cpu() else None
   make = jax.jit(parameters, compiler_options=options)
-  return graphdef, jax.eval_shape(parameters, key), lambda: make(key)
+  return graphdef, jax.eval_shape(parameters, key), lambda: make(jax.random.key(seed))
 
 
 def _on_cpu() -> bool:

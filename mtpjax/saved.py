@@ -43,6 +43,11 @@ def define_flags() -> None:
   if 'checkpoint' not in flags.FLAGS:
     flags.DEFINE_string('checkpoint', None, "a run's directory, or its checkpoints/")
     flags.DEFINE_integer('step', None, 'which one; default the newest')
+  define_json()
+
+
+def define_json() -> None:
+  if 'json' not in flags.FLAGS:
     flags.DEFINE_string('json', None, 'write the figures here as well')
 
 

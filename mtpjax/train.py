@@ -3,7 +3,7 @@
   python -m mtpjax.train --config=configs/quickstart.py [--workdir=runs/NAME]
 
 The same command again goes on from the newest checkpoint. SIGTERM and Ctrl-C save the
-step under way first.
+step under way first. --dry_run compiles, says what it would take, and ends.
 """
 
 import contextlib
@@ -22,7 +22,9 @@ from mtpjax import (
   acceptance,
   answers,
   checkpoint,
+  dry_run,
   figures,
+  flops,
   heldout,
   init_from,
   mesh,
@@ -48,6 +50,8 @@ _WORKDIR = flags.DEFINE_string(
 )
 processes.define_flags()
 flags.adopt_module_key_flags(processes)
+dry_run.define_flags()
+flags.adopt_module_key_flags(dry_run)
 
 
 def catch_signals() -> list[int]:
@@ -111,6 +115,8 @@ class Run:
 
 
 def main(config: configs.Config) -> int:
+  if flags.FLAGS.dry_run:
+    return dry_run.main(config)
   signals = catch_signals()
   run = begin(config)
   with (
@@ -223,6 +229,7 @@ def compile_steps(run: Run) -> None:
   with run.clock('compile'):
     run.train_step = step.compile_train(run.graphdef, config, run.state)
     run.eval_step = step.compile_eval(run.graphdef, config, params, lengths)
+    run.meter.full_speed = flops.full_speed(config)
 
 
 def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
@@ -334,6 +341,7 @@ def finish(run: Run, writer: metrics.Writer) -> None:
     'resumed_at': run.resumed_at,
     'skipped_steps': run.meter.skipped,
     'tokens_per_second': run.meter.tokens_per_second,
+    **run.meter.mfu(run.meter.tokens_per_second),
     'parameters': sum(x.size for x in jax.tree.leaves(run.state['params'])),
     'mtp': configs.conventions(config),
     'conditions': {**metrics.conditions(), 'mesh': mesh.axis_sizes()},

@@ -25,6 +25,10 @@ from mtpjax.models.cache import LayerCache
 REMAT = {
   'full': jax.checkpoint_policies.nothing_saveable,
   'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  # The same, in the host's memory until they are wanted. A CPU has no other.
+  'offload': jax.checkpoint_policies.offload_dot_with_no_batch_dims(
+    'device', 'pinned_host'
+  ),
 }
 
 
@@ -57,7 +61,9 @@ class Config:
   learned_positions: int | None = None
   norm_epsilon: float = 1e-6
   embed_std: float = 0.02  # of the embedding and of a separate head
-  remat: Literal['none', 'dots', 'full'] = 'full'
+  # What the backward pass keeps of a layer: everything; products with weights, on the
+  # device or (offload) in the host's pinned memory; or only its input.
+  remat: Literal['none', 'dots', 'offload', 'full'] = 'full'
   # Of compute. None: bfloat16 on an accelerator, float32 on a CPU.
   dtype: Literal['float32', 'bfloat16', 'float64'] | None = None
   param_dtype: Literal['float32', 'bfloat16', 'float64'] = 'float32'
