@@ -75,7 +75,7 @@ class Config:
 
 class Restored(NamedTuple):
   step: int
-  state: Any  # from `restore_params`, the parameters alone
+  state: Any
   data_state: dict
   metadata: dict
 
@@ -237,19 +237,8 @@ class Checkpoints(contextlib.AbstractContextManager):
       CheckpointMismatchError: Tree, shapes or dtypes differ; names the leaves.
       CheckpointError: All are damaged, or the given step is missing or damaged.
     """
-    return self._restore(abstract_state, step, '', subset)
-
-  def restore_params(
-    self, abstract_params: PyTree, step: int | None = None, *, subset: bool = False
-  ) -> Restored:
-    """As `restore`, of `state['params']` alone; without any, a CheckpointError."""
-    if restored := self._restore(abstract_params, step, 'params/', subset):
-      return restored
-    raise _nothing_found(self.directory)
-
-  def _restore(self, abstract, step, prefix: str, subset: bool) -> Restored | None:
     self.close()
-    wanted = {n: _target(x, n) for n, x in _flatten(abstract, prefix).items()}
+    wanted = {n: _target(x, n) for n, x in _flatten(abstract_state).items()}
     reasons = []
     for candidate in _numbered(self.directory)[::-1] if step is None else [step]:
       path, reason, record, leaves = self.directory / str(candidate), '', {}, []
@@ -257,12 +246,12 @@ class Checkpoints(contextlib.AbstractContextManager):
         raise _nothing_found(self.directory, step)
       try:
         record = _read_record(path)
-        _compare(path, record['leaves'], wanted, prefix, subset)
+        _compare(path, record['leaves'], wanted, subset)
         leaves = _load(path, record['leaves'], wanted)
       except _DamagedError as error:
         reason = str(error)
       if not _worst(bool(reason)):
-        tree = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+        tree = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
         return Restored(candidate, tree, record['data_state'], record['metadata'])
       reasons.append(f'step {candidate}: {reason or "another process cannot read it"}')
       self._damaged.add(candidate)
@@ -299,10 +288,10 @@ def read_record(directory: _Path, step: int | None = None) -> dict:
   raise _nothing_found(path, step)
 
 
-def _flatten(tree: PyTree, prefix: str = '') -> dict[str, Any]:
+def _flatten(tree: PyTree) -> dict[str, Any]:
   """{'params/trunk/w_DF': leaf}: names do not depend on the containers' classes."""
   return {
-    prefix + jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   }
 
@@ -330,12 +319,10 @@ def _target(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _compare(path, stored: dict, wanted: dict, prefix: str, subset: bool) -> None:
+def _compare(path, stored: dict, wanted: dict, subset: bool) -> None:
   want = {n: f'{x.dtype}{list(x.shape)}' for n, x in wanted.items()}
   have = {
-    n: f'{x["dtype"]}{x["shape"]}'
-    for n, x in stored.items()
-    if n.startswith(prefix) and (n in want or not subset)
+    n: f'{x["dtype"]}{x["shape"]}' for n, x in stored.items() if n in want or not subset
   }
   lines = [
     f'  {n}: {have.get(n, "absent")} in the checkpoint, {want.get(n, "absent")} here'

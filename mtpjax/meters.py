@@ -183,16 +183,25 @@ class Training:
     self.full_speed: float | None = None
     self._meter = Meter()
     self._tokens = self._all_tokens = 0
-    self._began = self._window = self._ended = time.monotonic()
+    self._before = 0, 0.0  # tokens and seconds of processes before this one
+    self.start()
     self._smooth = self._lowest = math.inf
     self._high = self._skipped = 0  # steps in a row
     self.skipped = 0  # steps in all
 
+  def start(self) -> None:
+    """Called as training begins: what came before is no step's time."""
+    self._began = self._window = self._ended = time.monotonic()
+
   @property
   def tokens_per_second(self) -> float | None:
     """Real tokens over the time from the first step to the last, all processes."""
-    seconds = max(self._ended - self._began, 1e-9)
-    return self._all_tokens / seconds if self._all_tokens else None
+    tokens, seconds = self._speed()
+    return tokens / max(seconds, 1e-9) if tokens else None
+
+  def _speed(self) -> tuple[int, float]:
+    tokens, seconds = self._before
+    return tokens + self._all_tokens, seconds + self._ended - self._began
 
   def mfu(self, tokens_per_second: float | None) -> dict[str, float]:
     """Model FLOPs utilisation, where it can be said."""
@@ -213,6 +222,7 @@ class Training:
       'line': self._meter.get_state(),
       'guard': [self._smooth, self._lowest, self._high] if known else None,
       'skipped': [self._skipped, self.skipped],
+      'speed': [*self._speed()],
     }
 
   def set_state(self, state: dict[str, Any]) -> None:
@@ -222,6 +232,8 @@ class Training:
     unknown = math.inf, math.inf, 0
     self._smooth, self._lowest, self._high = state['guard'] or unknown
     self._skipped, self.skipped = state['skipped']
+    self._before, self._all_tokens = tuple(state['speed']), 0
+    self.start()
 
   def add(self, step: int, out: dict, tokens: int) -> dict[str, Any]:
     """Adds one step's metrics, on the host; returns what a progress line shows.

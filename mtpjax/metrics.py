@@ -8,12 +8,13 @@ held-out data also have `split: "heldout"`, and the one at the end `final: true`
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -181,8 +182,14 @@ class Writer:
     if not self._writes:
       return
     values = {k: v for k, v in values.items() if k != 'step'}
-    self._file.write(to_json({'step': step, **values}) + '\n')
-    self._file.flush()
+    with _naming(self.path):
+      try:
+        self._file.write(to_json({'step': step, **values}) + '\n')
+        self._file.flush()
+      except OSError:
+        with contextlib.suppress(OSError):  # what is left of the line fails again
+          self._file.close()
+        raise
     split = values.get('split', 'train')
     for name, value in _scalars(values):
       self._events.add_scalar(f'{split}/{name}', value, step)
@@ -193,15 +200,20 @@ class Writer:
   def close(self) -> None:
     if self._writes:
       self._file.close()
-      self._events.close()
+      with _naming(self._workdir / 'tensorboard'):
+        self._events.close()
     if self._run is not None:
       self._run.finish()
 
   def __enter__(self) -> Writer:
     return self
 
-  def __exit__(self, *error) -> None:
-    self.close()
+  def __exit__(self, kind, error, trace) -> None:
+    try:
+      self.close()
+    except OSError:
+      if kind is None:  # else it must not hide the error already under way
+        raise
 
 
 def _scalars(
@@ -218,6 +230,17 @@ def _scalars(
       yield prefix + name, value
 
 
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+  """The system does not say which file a full disk cut short."""
+  try:
+    yield
+  except OSError as error:
+    if error.filename is not None:
+      raise
+    raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def replace(path: str | os.PathLike, text: str) -> None:
   """Writes a file whole or not at all, as a bucket does by itself."""
   if paths.is_bucket(path):
@@ -225,7 +248,7 @@ def replace(path: str | os.PathLike, text: str) -> None:
     return
   path = Path(path)
   part = path.with_name(f'{path.name}.part-{os.getpid()}')
-  with part.open('w', encoding='utf-8', newline='\n') as file:
+  with _naming(path), part.open('w', encoding='utf-8', newline='\n') as file:
     file.write(text)
     file.flush()
     os.fsync(file.fileno())

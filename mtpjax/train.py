@@ -252,6 +252,7 @@ def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
         writer.write(done, run.meter.flush())
 
     clock.training_begins()
+    run.meter.start()
     while run.done < config.steps:
       run.done += 1
       trace.at(run.done)

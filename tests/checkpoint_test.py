@@ -152,18 +152,22 @@ def test_donating_the_saved_state_is_safe(tmp_path):
   assert_same_bits(restored.state, want)
 
 
-def test_params_alone(tmp_path):
+def test_a_part_of_a_state(tmp_path):
   save_steps(tmp_path, [1, 2])
   params = make_state(1)['params']
   reader = Checkpoints(tmp_path)  # writes nothing, needs no config
   before = names(tmp_path)
-  assert_same_bits(reader.restore_params(abstract(params), step=1).state, params)
-  trunk = {'trunk': abstract(params['trunk'])}
+  older = reader.restore({'params': abstract(params)}, step=1, subset=True)
+  assert older is not None
+  assert_same_bits(older.state['params'], params)
+  rest = {k: x for k, x in abstract(make_state(1)).items() if k != 'params'}
+  trunk = {**rest, 'params': {'trunk': abstract(params['trunk'])}}
   with pytest.raises(CheckpointMismatchError, match=r'params/objectives/mtp/w_DD'):
-    reader.restore_params(trunk)
-  restored = reader.restore_params(trunk, subset=True)
+    reader.restore(trunk)
+  restored = reader.restore(trunk, subset=True)
+  assert restored is not None
   assert restored.step == 2 and restored.data_state == {'at': 2}
-  assert_same_bits(restored.state, {'trunk': make_state(2)['params']['trunk']})
+  assert_same_bits(restored.state['params']['trunk'], make_state(2)['params']['trunk'])
   with pytest.raises(CheckpointError, match='reading only'):
     reader.save(3, params, {})
   assert names(tmp_path) == before
@@ -415,9 +419,9 @@ def test_no_checkpoint_says_what_was_looked_for(tmp_path):
   with pytest.raises(CheckpointError, match='not a directory'):
     checkpoint.read_metadata(tmp_path / 'nowhere')
   (tmp_path / 'config.json').write_text('{}')
-  for call in (checkpoint.read_metadata, lambda d: Checkpoints(d).restore_params({})):
-    with pytest.raises(CheckpointError, match=r'such as 1000/.*found: config\.json'):
-      call(tmp_path)
+  with pytest.raises(CheckpointError, match=r'such as 1000/.*found: config\.json'):
+    checkpoint.read_metadata(tmp_path)
+  assert Checkpoints(tmp_path).restore({}) is None
   save_steps(tmp_path, [5])
   with pytest.raises(CheckpointError, match=r'directory 6/ .*found: 5, config\.json'):
     Checkpoints(tmp_path).restore({}, step=6)

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import resource
 import struct
 import sys
 
@@ -133,6 +134,23 @@ def test_a_spoilt_line_is_named(tmp_path):
   path.write_text('3\n')
   with pytest.raises(ValueError, match=r':1: not a JSON object'):
     metrics.read_metrics(path)
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  try:
+    with (
+      pytest.raises(OSError, match=r"too large: '.*metrics\.jsonl'"),
+      metrics.Writer(tmp_path) as writer,
+    ):
+      writer.write(1, {'loss': 1.0})
+      resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+      writer.write(2, {'said': 'x' * 100})
+    with pytest.raises(OSError, match=r"too large: '.*summary\.json'"):
+      metrics.write_summary(tmp_path / 'summary.json', {'said': 'x' * 100})
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert not (tmp_path / 'summary.json').exists()
 
 
 def test_tensorboard_events(tmp_path):
