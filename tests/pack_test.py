@@ -1,5 +1,6 @@
 """Packing against a loop: every token once, documents apart, rows as told."""
 
+import dataclasses
 import time
 
 import numpy as np
@@ -77,6 +78,9 @@ def test_masks_follow_their_tokens(length):
   rng = np.random.default_rng(3)
   documents = [np.full(n, i, np.int32) for i, n in enumerate(sizes)]
   masks = [rng.random(n) < 0.5 if i % 3 else None for i, n in enumerate(sizes)]
+  for mask in masks:
+    if mask is not None:
+      mask[:1] = True  # nothing in them is an answer
   plan = pack.pack(pack.concatenate(documents, 256, masks), length, seed=5)
   # The loop again, with the mask for the tokens.
   flags = [
@@ -93,6 +97,61 @@ def test_masks_follow_their_tokens(length):
   for name in ('tokens', 'segments', 'positions'):
     whole = np.arange(len(plan))
     np.testing.assert_array_equal(plain.rows(whole)[name], plan.rows(whole)[name])
+
+
+def _answered(documents, masks, length):
+  """(token, target) of every slot that is to be, piece by piece, with every token told
+  by itself; tokens are all different."""
+  pieces = []
+  for document, mask in zip(documents, masks, strict=True):
+    for start in range(0, len(document), length):
+      piece, orphans = [], 0
+      for i in range(start, min(start + length, len(document))):
+        begin = i  # of the answer that token i is in
+        while begin > 0 and mask[i] and mask[begin - 1]:
+          begin -= 1
+        orphan = mask[i] and begin < start and not mask[0]
+        orphans += orphan
+        piece.append((int(document[i]), bool(mask[i] and not orphan)))
+      if orphans < len(piece):
+        pieces.append(piece)
+  return pieces
+
+
+@pytest.mark.parametrize('together', [True, False])
+@pytest.mark.parametrize('length', [2, 3, 7, 16])
+def test_an_answer_is_learnt_as_far_as_the_row_of_its_question(length, together):
+  rng = np.random.default_rng(length)
+  masks = [np.repeat(rng.random(n) < 0.6, rng.integers(1, 9, n)) for n in range(40)]
+  masks += [np.ones(30, bool), np.arange(40) >= 4, np.arange(40) >= 20]
+  ends = np.cumsum([len(m) for m in masks])
+  documents = [np.arange(end - len(m), end) for end, m in zip(ends, masks, strict=True)]
+  corpus = pack.concatenate(documents, int(ends[-1]), masks)
+  plan = pack.pack(corpus, length, 5, together)
+  batch, found = plan.rows(np.arange(len(plan))), []
+  for tokens, segments, mask in zip(
+    *(batch[k] for k in ('tokens', 'segments', 'mask')), strict=True
+  ):
+    for n in range(1, segments.max() + 1):
+      own = segments == n
+      found.append(list(zip(tokens[own].tolist(), mask[own].tolist(), strict=True)))
+  wanted = _answered(documents, masks, length)
+  assert sum(len(x) for x in wanted) < ends[-1]  # something is left out
+  assert sorted(found) == sorted(wanted)
+  # In another layout it is other data, and so it is with other orphans.
+  assert plan.orphans is not None and plan.orphans.any()
+  bare = dataclasses.replace(plan, orphans=None)
+  assert bare.fingerprint() != plan.fingerprint()
+
+
+def test_where_no_answer_is_cut_nothing_changes():
+  sizes = CASES['mixed']
+  documents, masks = _corpus(sizes), [np.arange(n) >= 2 for n in sizes]
+  plan = pack.pack(pack.concatenate(documents, 256, masks), 17, seed=5)
+  plain = pack.pack(pack.concatenate(documents, 256), 17, seed=5)
+  assert plan.orphans is None
+  for name in ('piece_starts', 'piece_lengths', 'row_pieces'):
+    np.testing.assert_array_equal(getattr(plan, name), getattr(plain, name))
 
 
 @pytest.mark.parametrize('length', [1, 8, 13])

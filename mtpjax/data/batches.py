@@ -88,7 +88,7 @@ class Data:
       amount = f'{len(rows):,} rows' if len(rows) < tasks.ENDLESS else 'endless rows'
       if tokens is not None:
         amount = f'{tokens:,} tokens of {counts.documents:,} documents'
-      # An answer that is cut off from its question is learnt without it.
+      # An answer is learnt as far as it is in the row of its question.
       masked = isinstance(rows, pack.Plan) and rows.mask is not None
       cut = f', {counts.long:,} of them cut' if masked and counts.long else ''
       said.append(f'{split} {amount}{cut}{more}')

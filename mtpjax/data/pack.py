@@ -119,7 +119,8 @@ class Plan:
   """Rows of `length` slots over a flat array of tokens.
 
   Row r holds the pieces row_pieces[r] to row_pieces[r + 1]; piece p is the tokens
-  piece_starts[p] : piece_starts[p] + piece_lengths[p].
+  piece_starts[p] : piece_starts[p] + piece_lengths[p]. Where orphans[p], the targets
+  with which piece p begins are none.
   """
 
   length: int
@@ -128,6 +129,7 @@ class Plan:
   piece_lengths: Int64[np.ndarray, 'P']
   row_pieces: Int64[np.ndarray, 'R_plus_1']
   mask: Bool[np.ndarray, 'N'] | Stored | None = None
+  orphans: Bool[np.ndarray, 'P'] | None = None
 
   @property
   def domains(self) -> dict[str, tuple[int, int]]:
@@ -139,7 +141,7 @@ class Plan:
   def fingerprint(self) -> int:
     """31 bits that change with the tokens, their mask or their layout."""
     arrays = [self.tokens, self.piece_starts, self.piece_lengths, self.row_pieces]
-    arrays += [] if self.mask is None else [self.mask]
+    arrays += [x for x in (self.mask, self.orphans) if x is not None]
     checks = [self.length, *map(_checksum, arrays)]
     return zlib.crc32(str(checks).encode()) >> 1
 
@@ -166,7 +168,17 @@ class Plan:
     batch['tokens'].reshape(-1)[at_N] = self.tokens[source_N]
     batch['segments'].reshape(-1)[at_N] = np.repeat(rank_P + 1, length_P)
     batch['positions'].reshape(-1)[at_N] = position_N
-    batch['mask'].reshape(-1)[at_N] = True if self.mask is None else self.mask[source_N]
+    if self.mask is None:
+      batch['mask'].reshape(-1)[at_N] = True
+      return batch
+    mask_N = self.mask[source_N]
+    if self.orphans is not None:
+      index_N = np.repeat(np.arange(len(piece_P)), length_P)
+      begin_P = np.where(self.orphans[piece_P], length_P, 0)
+      none = np.flatnonzero(~mask_N)
+      np.minimum.at(begin_P, index_N[none], position_N[none])
+      mask_N = mask_N & (position_N >= begin_P[index_N])
+    batch['mask'].reshape(-1)[at_N] = mask_N
     return batch
 
 
@@ -250,11 +262,15 @@ def domain(rows: Rows, name: str) -> Rows:
 
 
 def pack(corpus: Corpus, length: int, seed: int, together: bool = True) -> Plan:
-  """Lays the corpus out in rows; every token is in exactly one slot.
+  """Lays the corpus out in rows; every token is in one slot at most.
 
   A document of n tokens gives n // length pieces that fill a row each and a rest. Rests
   go, in an order drawn from the seed, to the first row with room. A row's pieces never
   see each other, so the first token of a piece is nobody's target.
+
+  An answer that a row's end cuts is learnt up to there: in a document that begins with
+  what is no target, targets that go on from the piece before are none, and a piece of
+  nothing else is left out, for what they answer is in another row.
 
   Args:
     together: False gives each rest a row of its own.
@@ -269,6 +285,15 @@ def pack(corpus: Corpus, length: int, seed: int, together: bool = True) -> Plan:
   full_starts = np.repeat(corpus.offsets[:-1], full) + length * _within(full)
   rest_starts = (corpus.offsets[1:] - rest)[rest > 0]
   rest = rest[rest > 0]
+  orphans = np.zeros(len(full_starts) + len(rest), bool)
+  if corpus.mask is not None:
+    starts = np.concatenate([full_starts, rest_starts])
+    lengths = np.concatenate([np.full(len(full_starts), length), rest])
+    orphans, only = _orphans(corpus.offsets, corpus.mask, starts, lengths)
+    orphans = orphans[~only]
+    kept = ~only[len(full_starts) :]
+    full_starts = full_starts[~only[: len(full_starts)]]
+    rest_starts, rest = rest_starts[kept], rest[kept]
   # RandomState's stream is frozen; default_rng's may change with NumPy, and a resumed
   # run would read other rows.
   order = np.random.RandomState(seed).permutation(len(rest))
@@ -277,6 +302,7 @@ def pack(corpus: Corpus, length: int, seed: int, together: bool = True) -> Plan:
   by_row = np.argsort(row, kind='stable')
   rest_rows = np.bincount(row) if len(row) else np.zeros(0, np.int64)
   pieces = np.concatenate([np.ones(len(full_starts), np.int64), rest_rows])
+  orphans[len(full_starts) :] = orphans[len(full_starts) :][order][by_row]
   return Plan(
     length=length,
     tokens=corpus.tokens,
@@ -286,7 +312,30 @@ def pack(corpus: Corpus, length: int, seed: int, together: bool = True) -> Plan:
     ),
     row_pieces=np.concatenate([np.zeros(1, np.int64), np.cumsum(pieces)]),
     mask=corpus.mask,
+    orphans=orphans if orphans.any() else None,
   )
+
+
+def _orphans(
+  offsets: Int64[np.ndarray, 'D_plus_1'],
+  mask: Bool[np.ndarray, 'N'] | Stored,
+  starts: Int64[np.ndarray, 'P'],
+  lengths: Int64[np.ndarray, 'P'],
+) -> tuple[Bool[np.ndarray, 'P'], Bool[np.ndarray, 'P']]:
+  """Which pieces begin with targets whose question is in another piece, and which of
+  those have nothing else."""
+  first = offsets[np.searchsorted(offsets, starts, 'right') - 1]
+  found = np.flatnonzero(starts > first)
+  for at, wanted in ((first, False), (starts - 1, True), (starts, True)):
+    found = found[mask[at[found]] == wanted]
+  orphans, only = np.zeros((2, len(starts)), bool)
+  orphans[found] = True
+  for start in range(0, len(found), 1024):
+    some = found[start : start + 1024]
+    length = lengths[some]
+    flags = mask[np.repeat(starts[some], length) + _within(length)]
+    only[some] = np.logical_and.reduceat(flags, np.cumsum(length) - length)
+  return orphans, only
 
 
 def first_fit(
