@@ -75,17 +75,20 @@ def measure(
   ids, lengths = found
   longest = int(lengths.max()) + config.tokens
   decoder = Decoder(graphdef, params, longest=longest)
-  settings = Settings(budget=config.tokens)
+  stop = () if tokenizer.end is None else (tokenizer.end,)
+  settings = Settings(budget=config.tokens, stop=stop)
+  # Past the end too: it says which drafts of the last round are right.
   plain = Decoder(graphdef, params, draft=0, longest=longest).generate(
-    ids, lengths, settings
+    ids, lengths, dataclasses.replace(settings, stop=())
   )
+  texts, new = _texts(ids, lengths, plain), _ends(plain, stop)
+  plain = dataclasses.replace(plain, lengths=new)
   K = decoder.draft
   runs = [
     decoder.generate(ids, lengths, dataclasses.replace(settings, draft=k + 1))
     for k in range(K)
   ]
   last, stats = runs[-1], runs[-1].stats
-  texts = _texts(ids, lengths, plain)
   with jax.set_mesh(mesh.whole_in_time()):
     margins, right = _teacher(graphdef, mesh.moved(params), texts, K)
   divergences = _divergences(plain, last, lengths, margins)
@@ -94,20 +97,20 @@ def measure(
     'by_draft_length': [
       {name: own.stats.to_json()[name] for name in _BY_LENGTH} for own in runs
     ],
-    'replay_tau': replay(right, lengths, plain.lengths).tau,
+    'replay_tau': replay(right, lengths, new, config.tokens).tau,
     'parity': not divergences,
     'divergences': divergences,
     'rounding_explains': all(
       d['margin'] <= MARGIN[model.trunk.config.dtype] for d in divergences
     ),
-    'plain_passes': plain.rows[0].passes,
+    'plain_passes': int(new[0]),
     'draft_passes': last.rows[0].passes,
     'prompt': tokenizer.decode(ids[0, : lengths[0]]),
-    'completion': tokenizer.decode(plain.tokens[0, : plain.lengths[0]]),
+    'completion': tokenizer.decode(plain.tokens[0, : new[0]]),
     'draft_completion': tokenizer.decode(last.tokens[0, : last.lengths[0]]),
     'prompts': len(lengths),
     'prompt_tokens': int(lengths.sum()),
-    'new_tokens': int(plain.lengths.sum()),
+    'new_tokens': int(new.sum()),
   }
 
 
@@ -148,30 +151,33 @@ def prompts(
   return pad(ids) if ids else None
 
 
-def replay(right_KBT: np.ndarray, prompts_B: np.ndarray, new_B: np.ndarray) -> Stats:
+def replay(
+  right_KBT: np.ndarray, prompts_B: np.ndarray, new_B: np.ndarray, budget: int
+) -> Stats:
   """What greedy drafting counts on a text, from its right drafts alone.
 
   Let A_i be the leading run of right drafts at row i, 0 … K. A round at row i delivers
-  A_i + 1 tokens and the next is at row i + A_i + 1; near the end of the text drafts are
-  as few as the sampler's.
+  A_i + 1 tokens and the next is at row i + A_i + 1; near the budget's end drafts are as
+  few as the sampler's.
 
   Args:
     right_KBT: whether draft k of row i, after true tokens, is the text's.
-    prompts_B, new_B: tokens of the prompt and after it.
+    prompts_B, new_B: tokens of the prompt, and after it up to where the text ends.
+    budget: tokens that may follow the prompt.
   """
   K = len(right_KBT)
   reach = np.arange(1, K + 1)
   total = Stats(0, *np.zeros((4, K), int), delivered=0, prefills=0)
   for b, (prompt, new) in enumerate(zip(prompts_B, new_B, strict=True)):
-    left = int(new) - 1  # the prefill gives the first
+    given = 1  # by the prefill
     row = int(prompt) - 1  # the last row before it, whose features draft
     rounds, tables = 0, np.zeros((3, K), int)
-    while left > 0:
-      count = min(K, left - 1)
+    while given < new:
+      count = min(K, budget - given - 1)
       run = int(np.cumprod(right_KBT[:count, b, row]).sum())
       rounds += 1
       tables += [reach <= run, reach <= count, reach <= min(run + 1, count)]
-      row, left = row + run + 1, left - run - 1
+      row, given = row + run + 1, given + run + 1
     accepted, proposed, reached = tables
     total += Stats(
       rounds, accepted, accepted, proposed, reached, int(new), int(new > 0)
@@ -229,6 +235,13 @@ def _texts(ids, lengths, out: Generation) -> np.ndarray:
     texts[b, :n] = ids[b, :n]
     texts[b, n : n + new] = out.tokens[b, :new]
   return texts
+
+
+def _ends(out: Generation, stop: tuple[int, ...]) -> Int[np.ndarray, ' B']:
+  """New tokens of each row up to its first stop."""
+  stops = np.isin(out.tokens, stop)
+  stops &= np.arange(stops.shape[1])[None] < out.lengths[:, None]
+  return np.where(stops.any(1), stops.argmax(1) + 1, out.lengths)
 
 
 def _teacher(graphdef, params, texts: np.ndarray, K: int):

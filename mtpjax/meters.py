@@ -201,7 +201,7 @@ class Training:
 
   def _speed(self) -> tuple[int, float]:
     tokens, seconds = self._before
-    return tokens + self._all_tokens, seconds + self._ended - self._began
+    return tokens + int(self._all_tokens), seconds + self._ended - self._began
 
   def mfu(self, tokens_per_second: float | None) -> dict[str, float]:
     """Model FLOPs utilisation, where it can be said."""

@@ -1,6 +1,7 @@
 """What drafting is worth: by really drafting, by a replay, and where texts differ."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -49,6 +50,11 @@ def build(drafter):
   return graphdef, params
 
 
+@functools.cache
+def measured(name):
+  return acceptance.measure(*build(DRAFTERS[name]), CONFIG, rows(*[12] * 9), TEXT)
+
+
 def rows(*lengths):
   rng = np.random.default_rng(0)
   texts = [rng.integers(0, V, n).astype(np.int32) for n in lengths]
@@ -57,8 +63,7 @@ def rows(*lengths):
 
 @pytest.mark.parametrize('name', DRAFTERS)
 def test_the_replay_of_plain_text_gives_the_samplers_tau(name):
-  graphdef, params = build(DRAFTERS[name])
-  found = acceptance.measure(graphdef, params, CONFIG, rows(*[12] * 9), TEXT)
+  found = measured(name)
   assert found is not None and found['parity'] and found['divergences'] == []
   assert 1.0 < found['tau'] < found['by_draft_length'][-1]['tau'] + 1e-9
   assert found['replay_tau'] == pytest.approx(found['tau'], abs=1e-12)
@@ -69,36 +74,67 @@ def test_the_replay_of_plain_text_gives_the_samplers_tau(name):
   )
 
 
-def test_each_draft_length_is_what_its_own_decoder_counts():
+@dataclasses.dataclass(frozen=True)
+class Ending(tokenizer.Characters):
+  end: int = 2
+
+
+def test_nothing_after_the_end_counts():
   graphdef, params = build(DRAFTERS['rows'])
   plan = rows(*[12] * 9)
-  found = acceptance.measure(graphdef, params, CONFIG, plan, TEXT)
   prompts = acceptance.prompts(CONFIG, plan, TEXT)
+  assert prompts is not None
+  apart, together = (
+    Decoder(graphdef, params, draft=k, longest=40).generate for k in (0, 3)
+  )
+  settings = [Settings(budget=33, stop=(end,)) for end in range(V)]
+  runs = [together(*prompts, own) for own in settings]
+  # The end is a token that comes, but after some right drafts.
+  right = [x.stats.accepted.sum() * ('stop' in x.finish_reason) for x in runs]
+  end = int(np.argmax(right))
+  drafted, plain = runs[end], apart(*prompts, settings[end])
+  assert right[end] and plain.lengths.sum() < 5 * 33
+  ending = Ending('abcdef', end)
+  found = acceptance.measure(graphdef, params, CONFIG, plan, ending)
+  assert found is not None and found['parity']
+  assert found['new_tokens'] == plain.lengths.sum() and found['tau'] > 1
+  assert found['plain_passes'] == plain.rows[0].passes
+  assert found['draft_passes'] == drafted.rows[0].passes
+  assert found['completion'] == TEXT.decode(plain.tokens[0, : plain.lengths[0]])
+  assert found['tau'] == found['by_draft_length'][2]['tau'] == drafted.stats.tau
+  assert found['replay_tau'] == pytest.approx(found['tau'], abs=1e-12)
+
+
+def test_each_draft_length_is_what_its_own_decoder_counts():
+  graphdef, params = build(DRAFTERS['rows'])
+  found = measured('rows')
+  prompts = acceptance.prompts(CONFIG, rows(*[12] * 9), TEXT)
   assert found is not None and prompts is not None
-  assert len(found['by_draft_length']) == 3
-  for k, own in enumerate(found['by_draft_length'], 1):
-    alone = Decoder(graphdef, params, draft=k).generate(*prompts, Settings(budget=33))
-    assert own == {name: alone.stats.to_json()[name] for name in own}
+  one, two, three = found['by_draft_length']
+  decoder = Decoder(graphdef, params, draft=2, longest=40)
+  alone = decoder.generate(*prompts, Settings(budget=33))
+  assert two == {name: alone.stats.to_json()[name] for name in two}
+  assert one != two != three == {name: found[name] for name in three}
 
 
 def test_replay_against_a_walk_by_hand():
   rng = np.random.default_rng(3)
   K, T = 3, 30
   right = rng.random((K, 2, T)) < 0.6
-  prompts, new = np.array([4, 1]), np.array([20, 9])
+  prompts, new, budget = np.array([4, 1]), np.array([20, 9]), 20  # one ends early
   rounds = accepted = 0
   proposed = np.zeros(K, int)
   for b in range(2):
-    length, end = prompts[b] + 1, prompts[b] + new[b]
-    while length < end:
+    length, end = prompts[b] + 1, prompts[b] + budget
+    while length < prompts[b] + new[b]:
       drafts = min(K, end - length - 1)
       row = length - 2  # the last token has no features yet
       run = len(list(itertools.takewhile(bool, right[:drafts, b, row])))
       rounds, accepted = rounds + 1, accepted + run
       proposed += np.arange(1, K + 1) <= drafts
       length += run + 1
-    assert length == end
-  found = acceptance.replay(right, prompts, new)
+    assert length >= prompts[b] + new[b]
+  found = acceptance.replay(right, prompts, new, budget)
   assert found.rounds == rounds and found.accepted.sum() == accepted
   np.testing.assert_array_equal(found.proposed, proposed)
   assert found.delivered == 29 and found.prefills == 2

@@ -1,5 +1,7 @@
 """Exact answers, against plain decoding, whole rows again for every token."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -49,6 +51,38 @@ def test_the_share_is_that_of_whole_answers(sizes, monkeypatch):
     assert own._decoder is not None and len(own._decoder.compilations) == 1
   said = answers.table(found)
   assert f'{known / 40:.4f} of 40 problems' in said
+
+
+def test_a_mixture_has_the_answers_of_its_tasks(monkeypatch):
+  settings = {'star': tasks.PathStar(heldout=9), 'long': tasks.PathStar(2, 4, 10, 24)}
+  length = settings['long'].size
+  rows: dict[str, pack.Rows] = {
+    name: tasks.open_rows(task, length, 'heldout', 0) for name, task in settings.items()
+  }
+  rows['text'] = pack.pack(pack.concatenate([np.arange(5)], 13), length, 0)
+  with on_mesh(fsdp=1):
+    graphdef, params = build(vocab=13)
+    made = tasks.TaskRows.problems
+
+    def some_right(self, count):
+      """A third of the stars, a quarter of the long ones."""
+      found = made(self, count)
+      start, right = int(found.answer[0]), found.tokens.copy()
+      text, _, _ = plainly(
+        graphdef, params, right[:, :start], found.answer, right.shape[1] - start
+      )
+      each = 3 if self is rows['star'] else 4
+      right[::each] = text[::each, : right.shape[1]]
+      return dataclasses.replace(found, tokens=right)
+
+    monkeypatch.setattr(tasks.TaskRows, 'problems', some_right)
+    found = answers.Answers(graphdef, pack.Join(rows), 100).measure(params)
+  assert found == {
+    'exact_match': (3 + 6) / 33,
+    'problems': 33,
+    'exact_match_by_domain': {'star': 3 / 9, 'long': 6 / 24},
+  }
+  assert '33 problems (0.3333 of star, 0.2500 of long)' in answers.table(found)
 
 
 def test_what_has_no_problems_has_no_answers():
