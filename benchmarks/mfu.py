@@ -42,7 +42,7 @@ def preset(args: argparse.Namespace) -> configs.Config:
   spec.loader.exec_module(presets)
   config = presets.get_config('1b')
   if args.tiny:
-    config.trunk = trunk.Config(vocab=1024, width=64, layers=2, heads=2, tied=True)
+    config.trunk = trunk.Config(vocab=1024, width=64, layers=1, heads=2, tied=True)
   rows = args.rows * jax.device_count()
   config.data.batch, config.data.shards = rows, 1
   config.data.length, config.trunk.remat = args.length, args.remat
