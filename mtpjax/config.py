@@ -24,7 +24,7 @@ from mtpjax import init_from as transfer
 from mtpjax.data import batches
 from mtpjax.drafters import base
 from mtpjax.fields import ConfigError
-from mtpjax.models import trunk
+from mtpjax.models import kernels, trunk
 
 
 @dataclasses.dataclass
@@ -70,7 +70,7 @@ class Config:
 # A directory goes on after a change of these: they do not change what is learnt.
 FREE = (
   *('name', 'log_every', 'mesh', 'checkpoint', 'guard', 'evaluation', 'decode'),
-  *('profile', 'compilation_cache', 'wandb'),
+  *('profile', 'compilation_cache', 'wandb', 'trunk.attention'),
 )
 
 
@@ -118,10 +118,24 @@ def finalize(config: Config, vocab: int | None = None) -> Config:
   _check_positions(config)
   _check_mesh(config)
   _check_dtype(config.trunk)
+  kernels.check(config.trunk, config.data.length, config.data.pack)
   by_name = config.tune or isinstance(config.optimizer, optimizers.Muon)
   if by_name and config.trunk.vocab is not None:
     _check_names(config)
   return config
+
+
+def attention(config: Config) -> str:
+  """Which kernel computes attention, where another does, and why: for people."""
+  parts = dict(zip(_paths(config), config.parts().values(), strict=True))
+  for path, part in parts.items():
+    if part.kernels() == 'none':
+      return f'xla ({path} gives rows an order of their own)'
+  kernel, why = kernels.choose(config.trunk, config.data.length, config.data.pack)
+  own = [path for path, part in parts.items() if part.kernels() == 'trunk']
+  if own and kernel != 'xla':
+    why = '; '.join([*([why] if why else []), f'xla in {", ".join(own)}'])
+  return f'{kernel} ({why})' if why else kernel
 
 
 def _paths(config: Config) -> list[str]:

@@ -123,7 +123,7 @@ def plan(
   differs = [
     f'{f.name}={getattr(saved, f.name)!r}, not {getattr(trunk, f.name)!r}'
     for f in dataclasses.fields(trunk)
-    if f.name not in ('remat', 'dtype', 'layers')
+    if f.name not in ('remat', 'attention', 'dtype', 'layers')
     and getattr(saved, f.name) != getattr(trunk, f.name)
   ]
   return Plan(

@@ -66,7 +66,9 @@ def named() -> Any:
 def config() -> configs.Config:
   """What the named checkpoint was trained with; overrides apply to it."""
   metadata = read_metadata(named(), flags.FLAGS.step)
-  return cast(configs.Config, fields.from_json(metadata['config']))
+  found = cast(configs.Config, fields.from_json(metadata['config']))
+  found.trunk.attention = None  # this platform may be another
+  return found
 
 
 def restore(
@@ -88,7 +90,7 @@ def restore(
   trained = cast(configs.Config, fields.from_json(metadata['config']))
   if config is None:
     config = trained
-    config.mesh = mesh.Config()
+    config.mesh, config.trunk.attention = mesh.Config(), None  # this platform's
   if config.data.tokenizer != trained.data.tokenizer:
     raise fields.ConfigError(
       'data.tokenizer',

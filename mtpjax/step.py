@@ -93,9 +93,9 @@ def global_norm(grads: PyTree) -> Float[Array, '']:
   return jnp.sqrt(sum(jnp.sum(g * g) for g in wide))
 
 
-def to_batch(arrays: dict, freeze_trunk: bool) -> Batch:
+def to_batch(arrays: dict, freeze_trunk: bool, packed: bool = True) -> Batch:
   """The loader's arrays tokens, positions, segments, mask, all [B, T]."""
-  rows = Rows(arrays['positions'], arrays['segments'])
+  rows = Rows(arrays['positions'], arrays['segments'], packed=packed)
   return Batch(arrays['tokens'], arrays['mask'], rows, whole_path=freeze_trunk)
 
 
@@ -182,9 +182,8 @@ def train_step(
 ) -> tuple[TrainState, dict]:
   """One update. Returns the new state and metrics as (sum, count) and scalars."""
   step, optimizer = state['step'], config.optimizer
-  value, sums, grads = gradients(
-    graphdef, state['params'], to_batch(arrays, config.freeze_trunk), config, step
-  )
+  batch = to_batch(arrays, config.freeze_trunk, config.data.pack)
+  value, sums, grads = gradients(graphdef, state['params'], batch, config, step)
   norm = global_norm(grads)
   grads = optimizers.wide(grads)
   if optimizer.clip is not None:
@@ -240,7 +239,7 @@ def eval_step(
     bytes_V: UTF-8 bytes of each token.
   """
   merged = nnx.merge(graphdef, params)
-  batch = to_batch(arrays, config.freeze_trunk)
+  batch = to_batch(arrays, config.freeze_trunk, config.data.pack)
   batch, targets = model.prepare(merged, batch, jax.random.key(config.seed))
   counts = {name: t.counts for name, t in targets.items()}
   end = jnp.ones((), layers.wide(config.trunk.param_dtype))

@@ -223,8 +223,9 @@ def begin(config: configs.Config) -> Run:
 
 
 def compile_steps(run: Run) -> None:
-  say('compiling the train and evaluation steps …')
   config, params = run.config, run.state['params']
+  say(f'attention: {configs.attention(config)}')
+  say('compiling the train and evaluation steps …')
   lengths = run.data.tokenizer.bytes_per_token
   with run.clock('compile'):
     run.train_step = step.compile_train(run.graphdef, config, run.state)

@@ -154,9 +154,9 @@ def _same(old: Any, new: dict[str, Any], path: epath.Path) -> None:
     raise WorkdirError(
       f'--workdir={path} holds a config.json that is not ours; use an empty directory'
     )
-  kept = {k: v for k, v in old.items() if k not in configs.FREE}
-  wanted = {k: v for k, v in new.items() if k not in configs.FREE}
-  if differing := fields.differences(kept, wanted):
+  free = tuple(f'{name}{end}' for name in configs.FREE for end in ':.[')
+  differing = fields.differences(old, new)
+  if differing := [line for line in differing if not line.startswith(free)]:
     shown = '; '.join(differing[:4]) + ('; …' if len(differing) > 4 else '')
     raise WorkdirError(
       f'--workdir={path} holds a run of another config ({shown}); '

@@ -35,7 +35,7 @@ def given_gradients(monkeypatch):
     own, _ = tuning.split(arrays['grads'], selection)
     return arrays['loss'], {}, tuning.only(selection, own)
 
-  monkeypatch.setattr(step, 'to_batch', lambda arrays, freeze: arrays)
+  monkeypatch.setattr(step, 'to_batch', lambda arrays, *_: arrays)
   monkeypatch.setattr(step, 'gradients', gradients)
   monkeypatch.setattr(step.nnx, 'merge', lambda *x: None)
   monkeypatch.setattr(step.model, 'lambdas', lambda *x: {})

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +113,11 @@ class Config:
       )
     if self.curriculum is not None:
       self.curriculum.finalize(f'{field}.curriculum')
+
+  def kernels(self) -> Literal['all', 'trunk', 'none']:
+    """Where attention may go through a kernel that knows rows by their index: not in
+    layers of its own ('trunk'), or nowhere, as it changes the trunk's rows ('none')."""
+    return 'all'
 
   def build(self, trunk: trunks.Config, rngs: nnx.Rngs) -> Objective:
     raise NotImplementedError(f'{type(self)} builds nothing')

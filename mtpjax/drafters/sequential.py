@@ -56,6 +56,9 @@ class Config(base.Config):
         f"use {field}.share=True or {field}.attend='depth'",
       )
 
+  def kernels(self):
+    return 'trunk' if self.attend == 'rows' else 'all'
+
   def build(self, trunk: trunks.Config, rngs: nnx.Rngs) -> Sequential:
     return Sequential(self, trunk, rngs)
 

@@ -33,12 +33,14 @@ class Rows:
     segments: document ids, 0 = padding; attention stays inside one.
     order: causal order, if it is not that of the positions.
     visible: False for tokens that only they themselves may look at (registers).
+    packed: whether a row may hold several documents; one stands before all padding.
   """
 
   positions: Leaf
   segments: Leaf
   order: Leaf = None
   visible: Leaf = None
+  packed: bool = dataclasses.field(default=True, metadata={'static': True})
 
   @property
   def causal(self) -> Int[Array, 'B T']:
@@ -124,11 +126,11 @@ def attend(
     return jnp.where(seen, layers.softcap(s, softcap), MASKED)
 
   spec = mesh.key_BSGC(k_BSGC.shape[2])
-  k_BSHC, v_BSHC = (_each_query_head(jax.reshard(x, spec), H) for x in (k_BSGC, v_BSGC))
+  k_BSHC, v_BSHC = (each_query_head(jax.reshard(x, spec), H) for x in (k_BSGC, v_BSGC))
   scores = score('BTHC,BSHC->BHTS', k_BSHC, seen_BTS[:, None])
   largest = jnp.max(scores, -1, keepdims=True)
   if own is not None:
-    k_own, v_own = (_each_query_head(x, H) for x in own[:2])
+    k_own, v_own = (each_query_head(x, H) for x in own[:2])
     more = score('BTHC,BTNHC->BHTN', k_own, own[2][None, None, None])
     largest = jnp.maximum(largest, jnp.max(more, -1, keepdims=True))
   # Normalised after the sum over keys, where there are C numbers a query, not S.
@@ -185,7 +187,7 @@ def attend_cached(
   return jax.reshard(out, mesh.act_BTHC)
 
 
-def _each_query_head(x: Array, heads: int) -> Array:
+def each_query_head(x: Array, heads: int) -> Array:
   """[…, G, C] -> […, H, C]: each query head with its own copy of its keys or values,
   sharded over 'tensor'. Whole groups stay where they are if G divides over the axis.
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from mtpjax import mesh
-from mtpjax.models import attention, layers
+from mtpjax.models import attention, kernels, layers
 from mtpjax.models.attention import Rows
 
 # (q, k, v) -> (attention's output [B, T, H, C], anything to hand on)
@@ -119,7 +119,6 @@ def look_at_rows(rows: Rows, config, window: int) -> Look:
   """Attention among the rows themselves, as training and prefill see them."""
 
   def look(q, k, v):
-    seen = attention.visibility(rows, rows.whole(), window)
-    return attention.attend(q, k, v, seen, config.attention_softcap), (k, v)
+    return kernels.attend(q, k, v, rows, config, window), (k, v)
 
   return look

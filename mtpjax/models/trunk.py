@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from mtpjax import mesh
 from mtpjax.fields import ConfigError
 from mtpjax.models import block as blocks
-from mtpjax.models import cache, layers
+from mtpjax.models import cache, kernels, layers
 from mtpjax.models.attention import Leaf, Rows
 from mtpjax.models.cache import LayerCache
 
@@ -64,6 +64,9 @@ class Config:
   # What the backward pass keeps of a layer: everything; products with weights, on the
   # device or (offload) in the host's pinned memory; or only its input.
   remat: Literal['none', 'dots', 'offload', 'full'] = 'full'
+  # The kernel of attention over whole rows. None: the platform's own, if it can, see
+  # `kernels`.
+  attention: kernels.Kernel | None = None
   # Of compute. None: bfloat16 on an accelerator, float32 on a CPU.
   dtype: Literal['float32', 'bfloat16', 'float64'] | None = None
   param_dtype: Literal['float32', 'bfloat16', 'float64'] = 'float32'

@@ -62,6 +62,9 @@ class Config(base.Config):
         f'use a number that does not divide {trunk.vocab}, such as {fits}',
       )
 
+  def kernels(self):
+    return 'none'
+
   def build(self, trunk: trunks.Config, rngs: nnx.Rngs) -> Registers:
     assert trunk.vocab is not None
     return Registers(self, trunk.vocab)
