@@ -88,6 +88,16 @@ def test_another_config_is_refused_naming_what_differs(tmp_path, changes, said):
   assert (tmp_path / 'config.json').read_bytes() == before
 
 
+def test_a_directory_goes_on_with_another_kernel_and_mesh(tmp_path):
+  workdir.claim(str(tmp_path), settings())
+  other = settings()
+  other.trunk.attention, other.mesh.tensor = 'xla', 2
+  workdir.claim(str(tmp_path), other)
+  other.trunk.rope_theta = 5.0
+  with pytest.raises(workdir.WorkdirError, match=r'config \(trunk.rope_theta: [^;]*\)'):
+    workdir.claim(str(tmp_path), other)
+
+
 def test_many_differences_are_named_in_part(tmp_path):
   workdir.claim(str(tmp_path), settings())
   other = settings(steps=1, seed=2, freeze_trunk=True)
