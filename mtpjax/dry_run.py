@@ -41,6 +41,7 @@ def main(config: configs.Config) -> int:
   if config.trunk.vocab is None:
     data = batches.open_data(config.data, config.seed)
     configs.finalize(config, data.tokenizer.vocab_size)
+  terminal.say(f'attention: {configs.attention(config)}')
   terminal.say('compiling the train step; nothing is run or written …')
   found = measure(config)
   if config.parts() and not (config.freeze_trunk or config.tune):

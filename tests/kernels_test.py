@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from mtpjax import config as configs
-from mtpjax import mesh, model, step
+from mtpjax import flops, mesh, model, step
 from mtpjax.data import batches
 from mtpjax.drafters import sequential
 from mtpjax.fields import ConfigError
@@ -331,6 +331,31 @@ def test_rows_that_no_kernel_knows_go_through_xla_and_that_is_said(
     assert configs.attention(config) == said
   assert ('tpu_custom_call' in text) == trunk_calls
   assert SCORES.replace(str(T), str(scores)) in text
+
+
+@pytest.mark.parametrize(('remat', 'kept'), [('full', 0), ('dots', 2)])
+def test_where_products_are_kept_so_is_what_the_kernels_gradient_needs(
+  remat, kept, capsys
+):
+  q, k, v, _ = numbers(2)
+  with on():
+    rows = Rows(*(put(x, mesh.ids_BT) for x in layout(DOCUMENTS)))
+    arrays = [put(x, mesh.act_BTHC) for x in (q, k, v)]
+    run = jax.checkpoint(
+      lambda *x: by_splash(0, None)(*x, rows), policy=trunk.REMAT[remat]
+    )
+    jax.ad_checkpoint.print_saved_residuals(run, *arrays)
+  # The output and its logarithmic sum, so that the kernel need not run forward again.
+  assert capsys.readouterr().out.count('output of shard_map') == kept
+
+
+def test_a_kernel_changes_no_model_flops():
+  with on():
+    counts = [
+      flops.of_model(configs.finalize(settings(attention=kernel, pack=False)))
+      for kernel in ('xla', 'splash')
+    ]
+  assert counts[0] == counts[1] and not counts[1].unknown
 
 
 # ------------------------------------------------------------------------------ choices

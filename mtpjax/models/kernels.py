@@ -30,7 +30,7 @@ Kernel = Literal['xla', 'cudnn', 'splash']
 PLATFORMS: dict[str, Kernel] = {'tpu': 'splash', 'gpu': 'cudnn'}  # others: 'xla'
 BLOCK = 128  # splash reads rows by as many, or by a multiple up to
 LARGEST = 512
-SAVED = 'attention'  # the name of what splash keeps for its gradient, for a policy
+SAVED = 'attention'  # the name of what splash's gradient needs of its output
 
 
 def platform() -> str:

@@ -24,7 +24,10 @@ from mtpjax.models.cache import LayerCache
 
 REMAT = {
   'full': jax.checkpoint_policies.nothing_saveable,
-  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'dots': jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(kernels.SAVED),
+  ),
   # The same, in the host's memory until they are wanted. A CPU has no other.
   'offload': jax.checkpoint_policies.offload_dot_with_no_batch_dims(
     'device', 'pinned_host'
