@@ -24,9 +24,9 @@ from mtpjax.models import attention, kernels, trunk
 from mtpjax.models.attention import Rows
 from mtpjax.objectives import registers
 
-B, T, H, C = 4, 256, 4, 8
-DOCUMENTS = [(100, 29, 71), (256,), (1, 127, 128), (130, 2)]  # what is left is padding
-ALONE = [(200,), (256,), (1,), (129,)]
+B, T, H, C = 4, 512, 4, 8
+DOCUMENTS = [(100, 29, 71, 258), (512,), (1, 127, 256), (330, 2)]  # the rest is padding
+ALONE = [(400,), (512,), (1,), (129,)]
 
 
 def on(**sizes):
@@ -155,7 +155,8 @@ def check(compute, documents, groups, window, cap):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-  """Two blocks of keys a row, so that whole blocks are skipped and revisited."""
+  """Four blocks of keys a row, two of queries in each of two parts of time: blocks are
+  skipped and revisited, and counted within a part."""
   monkeypatch.setattr(kernels, 'LARGEST', kernels.BLOCK)
 
 
@@ -167,13 +168,20 @@ MESHES = {
 CASES = {'plain': (0, None), 'window, softcap': (40, 1.5)}
 
 
-@pytest.mark.parametrize('case', CASES.values(), ids=CASES)
-@pytest.mark.parametrize('sizes', MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+  ('sizes', 'case'),
+  [
+    ('one device', 'plain'),
+    ('batch, context, tensor', 'plain'),
+    ('batch, context, tensor', 'window, softcap'),
+    ('tensor', 'window, softcap'),
+  ],
+)
 def test_splash_is_the_loop_over_documents_and_so_are_its_gradients(
   sizes, case, small_blocks
 ):
-  with on(**sizes):
-    check(by_splash(*case), DOCUMENTS, 2, *case)
+  with on(**MESHES[sizes]):
+    check(by_splash(*CASES[case]), DOCUMENTS, 2, *CASES[case])
 
 
 def test_one_block_of_a_single_group_is_the_loop_too():
