@@ -4,13 +4,14 @@ and Meta's 7B with four parallel heads; with meshes for TPU slices and GPU nodes
   python -m mtpjax.train --config=configs/presets.py:8b-v5p-64 --dry_run
   python -m mtpjax.train --config=configs/presets.py:1b --config.mesh.tensor=2
 
-`:8b-v5p-64` is a size on 64 chips of a kind; `:8b` alone takes all devices there are,
-as rows of the batch. No argument is 1b. Shapes are SmolLM2's (135m, 360m), Llama 3.2's
-(1b, 3b), Llama 2's (7b), Llama 3's (8b, 70b) and Qwen3's (14b, 32b). `:7b_n4` is
-Gloeckle et al. 2024: the trunk gives up three layers for three more heads, so it has as
-many parameters as 7b. Steps are 20 tokens a parameter (Hoffmann et al. 2022). The data
-is what `python -m mtpjax.data.prepare --output=data/prepared` wrote, by a tokenizer of
-at most the shape's vocabulary; `--config.data.source.directory` is another place.
+`:8b-v5p-64` is a size on 64 chips of a kind (Google's own v5p names count cores, twice
+as many); `:8b` alone takes all devices there are, as rows of the batch. No argument is
+1b. Shapes are SmolLM2's (135m, 360m), Llama 3.2's (1b, 3b), Llama 2's (7b), Llama 3's
+(8b, 70b) and Qwen3's (14b, 32b). `:7b_n4` is Gloeckle et al. 2024: the trunk gives up
+three layers for three more heads, so it has as many parameters as 7b. Steps are 20
+tokens a parameter (Hoffmann et al. 2022). The data is what `python -m
+mtpjax.data.prepare --output=data/prepared` wrote, by a tokenizer of at most the shape's
+vocabulary; `--config.data.source.directory` is another place.
 
 Hardware: as the name says; `--dry_run` takes any size on a CPU. Time: weeks for the
 large ones. Expected: parameters as published, states and activations with room in the
@@ -82,8 +83,8 @@ RUNS: dict[Size, Run] = {
   '70b': Run(1024, 8192, 1.5e-4, 168_000),
 }
 
-# (replica, fsdp, tensor, microbatches). A replica of GPUs is a node or several; a slice
-# of TPUs has one. Tensor parallelism stays within a node.
+# (replica, fsdp, tensor, microbatches). A replica of GPUs is a node or several, one of
+# TPUs a slice, of v6e at most 256 chips. Tensor parallelism stays within a node.
 Split = tuple[int, int, int, int]
 SMALL: dict[str, Split] = {
   'v5p-8': (1, 8, 1, 4),
@@ -129,7 +130,7 @@ MESHES: dict[Size, dict[str, Split]] = {
   },
   '70b': {
     'v5p-512': (1, 512, 1, 2),
-    'v6e-512': (1, 128, 4, 8),
+    'v6e-512': (2, 64, 4, 8),
     'h100-512': (8, 8, 8, 16),
     'h200-256': (4, 8, 8, 16),
   },

@@ -1,7 +1,6 @@
 """Presets: parameters as published, meshes over which everything divides, and states
 that leave room. Everything is abstract: no device, no array."""
 
-import dataclasses
 import functools
 import importlib.util
 import math
@@ -108,8 +107,9 @@ def test_a_mesh_has_the_chips_of_its_name_and_everything_divides_over_it(arg):
   if chip.startswith('h'):  # nodes of eight
     assert config.mesh.tensor in (1, 2, 4, 8)
     assert config.mesh.fsdp * config.mesh.tensor % 8 == 0
-  else:
-    assert config.mesh.replica == 1
+  else:  # slices
+    assert config.mesh.fsdp * config.mesh.tensor <= {'v5p': 4096, 'v6e': 256}[chip]
+    assert config.mesh.tensor <= 4
 
 
 @pytest.mark.parametrize('arg', SPLIT)
@@ -149,4 +149,3 @@ def test_presets_compute_in_the_backends_dtype_and_recompute_layers():
   for arg in typing.get_args(presets.Size):
     config = presets.get_config(arg)
     assert (config.trunk.dtype, config.trunk.remat) == (None, 'full')
-    assert dataclasses.asdict(config.trunk)['vocab'] == config.trunk.vocab
