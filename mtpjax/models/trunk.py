@@ -22,16 +22,23 @@ from mtpjax.models import cache, kernels, layers
 from mtpjax.models.attention import Leaf, Rows
 from mtpjax.models.cache import LayerCache
 
+_BY_KERNELS = jax.checkpoint_policies.save_only_these_names(kernels.SAVED)
+_ON_HOST = jax.checkpoint_policies.offload_dot_with_no_batch_dims(
+  'device', 'pinned_host'
+)
+
+
+def _offload(primitive, *args, **params):
+  return _BY_KERNELS(primitive, *args, **params) or _ON_HOST(primitive, *args, **params)
+
+
 REMAT = {
   'full': jax.checkpoint_policies.nothing_saveable,
   'dots': jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(kernels.SAVED),
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _BY_KERNELS
   ),
-  # The same, in the host's memory until they are wanted. A CPU has no other.
-  'offload': jax.checkpoint_policies.offload_dot_with_no_batch_dims(
-    'device', 'pinned_host'
-  ),
+  # As 'dots', but products wait in the host's memory. A CPU has no other.
+  'offload': _offload,
 }
 
 
