@@ -235,7 +235,9 @@ def one_round(
 
   # The accepted drafts, then the token after them.
   place = jnp.arange(K + 1)[None] == verdict.accepted[:, None]
-  emitted = jnp.where(place, verdict.after[:, None], jnp.pad(drafted, ((0, 0), (0, 1))))
+  # Nothing padded loses the sharding of a batch of one on jax 0.12.
+  padded = cache.whole(jnp.pad(drafted, ((0, 0), (0, 1))))
+  emitted = jnp.where(place, verdict.after[:, None], padded)
   before = state.length
   state = dataclasses.replace(state, caches=caches, passes=state.passes + 1)
   state = _commit(state, live, verdict, emitted, logits, sampling)
