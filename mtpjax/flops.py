@@ -3,7 +3,7 @@ program does, and how many a device can do.
 
 Counted are matrix products and convolutions, two operations for each multiply and add;
 everything elementwise is not. Attention counts as if every position looked at every
-other of its row, as without a causal kernel it does.
+other of its row, which a causal kernel spares about half of.
 """
 
 from __future__ import annotations
@@ -179,15 +179,16 @@ def of_compiled(compiled: jax.stages.Compiled) -> Count:
 
 def of_hlo(text: str) -> Count:
   """The same of an optimised HLO module."""
-  bodies: dict[str, list[_Instruction]] = {}
-  entry, body = '', []
+  entry, lines = '', {}
+  body: list[str] = []
   for line in text.splitlines():
-    if line[:1] not in ('', ' ', '}') and line.endswith('{'):
-      entry_at = line.startswith('ENTRY ')
-      name = line.removeprefix('ENTRY ').split()[0].lstrip('%')
-      entry, body = (name if entry_at else entry), bodies.setdefault(name, [])
+    if head := re.match(r'(ENTRY )?%?([\w.\-]+) \(.*\{$', line):
+      entry, body = (head[2] if head[1] else entry), lines.setdefault(head[2], [])
     elif line.startswith('  ') and ' = ' in line:
-      body.append(_parse(line))
+      body.append(line)
+    elif body and line != '}':
+      body[-1] += line  # metadata of a kernel has lines of its own
+  bodies = {name: [_parse(line) for line in own] for name, own in lines.items()}
 
   @functools.cache
   def count(name: str) -> Count:
@@ -280,6 +281,13 @@ def _custom_call(one: _Instruction, shapes: dict[str, tuple[int, ...]]) -> Count
       # shaped as the queries are.
       products = 5 if 'Backward' in target else 2
       return Count(2 * products * size * int(json.loads(dims[1])[-1]))
+  if splash := re.search(r'splash_mha_(fwd|dkv|dq)', one.name + one.rest):
+    products = {'fwd': 2, 'dkv': 4, 'dq': 3}[splash[1]]
+    given = re.search(r'operand_layout_constraints=\{(.*?)\}, \w+=', one.rest)
+    arrays = re.findall(r'f\d+\[([\d,]+)\]', given[1] if given else '')
+    if len(arrays) > 1:  # queries and keys come first
+      q, k = ([int(n) for n in x.split(',')] for x in arrays[:2])
+      return Count(2 * products * math.prod(q) * k[-2])
   return Count() if _NO_PRODUCTS.search(target) else Count(unknown={target: 1})
 
 

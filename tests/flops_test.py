@@ -246,11 +246,20 @@ def test_custom_calls_count_or_are_named():
     '"__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config":'
     '{"intermediate_tensor_shape":{"dimensions":["2","4","64","64"]}}}',
     'f32[8]{0}, f32[8]{0}) custom-call(%a), custom_call_target="tpu_custom_call", '
+    'frontend_attributes={kernel_metadata={\n"x":"{}"\n}}, '
     'backend_config={"custom_call_config":{"body":"","cost_estimate":'
     '{"flops":"1000","transcendentals":"0"}}}',
     'f32[8]{0}, f32[8]{0}) custom-call(%a), custom_call_target="tpu_custom_call"',
     'f32[8]{0}, s32[8]{0}) custom-call(%a), custom_call_target="TopK"',
   ]
+  for kernel in ('fwd_segmented_residuals', 'dkv_no_residuals', 'dq_no_residuals'):
+    calls.append(
+      'f32[64,8]{0}, bf16[2,4,64,8]{0}) custom-call(%a), custom_call_target='
+      '"tpu_custom_call", operand_layout_constraints={s8[1,1,1]{2,1,0}, '
+      'bf16[2,4,64,8]{3,2,1,0}, bf16[2,2,64,8]{3,2,1,0}, bf16[2,2,64,8]{3,2,1,0}, '
+      's32[64,128]{1,0}}, frontend_attributes={kernel_metadata={\n"x":"{}"\n}}, '
+      f'metadata={{op_name="jit(step)/splash_mha_{kernel}/pallas_call"}}'
+    )
   body = ''.join(f'  %c.{n} = ({call}\n' for n, call in enumerate(calls))
   text = (
     '%body (a: bf16[64,32]) -> bf16[64,32] {\n'
@@ -265,7 +274,9 @@ def test_custom_calls_count_or_are_named():
     '}\n'
   )
   gemm, forward, backward = 2 * 64 * 32 * 48, 2, 5
-  attention = (forward + backward) * 2 * (2 * 64 * 4) * 64 * 8
+  # Splash has a kernel for keys and values and one for queries: two products twice.
+  splash = forward + 4 + 3
+  attention = (forward + backward + splash) * 2 * (2 * 64 * 4) * 64 * 8
   each = gemm + attention + 1000
   # Body and condition are the same here.
   assert flops.of_hlo(text) == flops.Count(2 * 3 * each, {'tpu_custom_call': 2 * 3})
