@@ -106,6 +106,9 @@ def topology(name: str) -> list[Any]:
 def measure(config: configs.Config) -> dict[str, Any]:
   """Of the train step on the mesh that is set.
 
+  Raises:
+    ConfigError: the compiler finds too little memory.
+
   Returns:
     parameters: total, trunk, of each objective by name, trainable.
     memory: bytes of a device. `donated` are those of the old state in which the new one
@@ -125,7 +128,7 @@ def measure(config: configs.Config) -> dict[str, Any]:
   )
   state, own = jax.eval_shape(init_state, params), params.get('objectives', {})
   began = time.monotonic()
-  compiled = step.compile_train(graphdef, config, state)
+  compiled = _compile(graphdef, config, state)
   seconds = time.monotonic() - began
   by_xla: Any = compiled.memory_analysis()
   rest = {name: x for name, x in state.items() if name != 'params'}
@@ -171,6 +174,18 @@ def measure(config: configs.Config) -> dict[str, Any]:
       'mesh': mesh.axis_sizes(),
     },
   }
+
+
+def _compile(graphdef: Any, config: configs.Config, state: Any) -> jax.stages.Compiled:
+  try:
+    return step.compile_train(graphdef, config, state)
+  except jax.errors.JaxRuntimeError as error:
+    if 'RESOURCE_EXHAUSTED' not in str(error):
+      raise
+    said = ' '.join(str(error).partition('RESOURCE_EXHAUSTED:')[2].split())[:200]
+    axes = ' × '.join(f'{axis} {n}' for axis, n in mesh.axis_sizes().items())
+    fix = 'use more devices, optimizer.accumulate, shorter rows or trunk.remat=full'
+    raise ConfigError('mesh', axes, f'has too little memory: {said}', fix) from None
 
 
 def _device() -> Any:

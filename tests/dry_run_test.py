@@ -133,6 +133,19 @@ def test_what_cannot_run_ends_as_in_training(dry):
   assert_mistake(dry('--topology=cpu:3'), 'data.batch = 512', 'mesh.fsdp')
 
 
+def test_what_does_not_fit_into_a_device_is_said_without_a_traceback(monkeypatch):
+  def compile_train(*_):
+    said = 'Ran out of memory on HBM: 521G exceed 15.75G.'
+    raise jax.errors.JaxRuntimeError(f'RESOURCE_EXHAUSTED: {said}')
+
+  monkeypatch.setattr(step, 'compile_train', compile_train)
+  config = configs.Config(trunk=trunk.Config(vocab=64, **SHAPE))
+  with jax.set_mesh(mesh.make(mesh.Config(fsdp=4, tensor=2))):
+    configs.finalize(config)
+    with pytest.raises(ConfigError, match=r"mesh = '.*fsdp 4.*521G.*accumulate"):
+      dry_run.measure(config)
+
+
 def test_tpus_that_are_not_here_take_libtpu(monkeypatch):
   monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
   with pytest.raises(ConfigError, match=r'--topology = .*libtpu.*jax\[tpu\]'):
