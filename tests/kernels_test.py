@@ -6,6 +6,7 @@ Splash is interpreted on a CPU. What cuDNN computes is known of the same call in
 
 import functools
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from mtpjax import config as configs
-from mtpjax import flops, mesh, model, step
+from mtpjax import fields, flops, mesh, model, saved, step
 from mtpjax.data import batches
 from mtpjax.drafters import sequential
 from mtpjax.fields import ConfigError
@@ -195,11 +196,19 @@ def test_xla_is_the_loop_and_its_padding_is_finite(case):
     check(by_xla(*case), DOCUMENTS, 2, *case)
 
 
-@pytest.mark.parametrize('documents', [DOCUMENTS, ALONE], ids=['packed', 'alone'])
-@pytest.mark.parametrize('sizes', [{}, MESHES['tensor']], ids=['1', '8'])
-def test_the_call_that_cudnn_gets_is_the_loop_in_xla(sizes, documents):
-  with on(**sizes):
-    check(by_dot_product(40), documents, 2, 40, None)
+@pytest.mark.parametrize(
+  ('sizes', 'documents', 'window'),
+  [
+    ('one device', DOCUMENTS, 0),
+    ('tensor', DOCUMENTS, 40),
+    ('one device', ALONE, 40),
+    ('tensor', ALONE, 0),
+  ],
+  ids=['packed', 'packed, 8', 'alone', 'alone, 8'],
+)
+def test_the_call_that_cudnn_gets_is_the_loop_in_xla(sizes, documents, window):
+  with on(**MESHES[sizes]):
+    check(by_dot_product(window), documents, 2, window, None)
 
 
 def test_order_by_index_in_a_segment_is_the_rule_of_visibility():
@@ -390,6 +399,15 @@ def test_the_platform_chooses_and_what_it_lacks_is_said(devices, changes, said):
   with devices():
     config = configs.finalize(settings(**changes))
     assert configs.attention(config).startswith(said)
+
+
+def test_a_saved_run_has_the_kernel_of_where_it_is_opened(monkeypatch):
+  found = {'config': fields.to_json(settings(attention='cudnn'))}
+  monkeypatch.setattr(saved, 'named', lambda: None)
+  monkeypatch.setattr(saved, 'read_metadata', lambda *_: found)
+  no_step = types.SimpleNamespace(FLAGS=types.SimpleNamespace(step=None))
+  monkeypatch.setattr(saved, 'flags', no_step)
+  assert saved.config().trunk.attention is None
 
 
 @pytest.mark.parametrize(
