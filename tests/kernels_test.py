@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import ad_checkpoint
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -356,12 +357,13 @@ def test_where_products_are_kept_so_is_what_the_kernels_gradient_needs(
 ):
   q, k, v, _ = numbers(2)
   with on():
-    rows = Rows(*(put(x, mesh.ids_BT) for x in layout(DOCUMENTS)))
+    positions, segments = (put(x, mesh.ids_BT) for x in layout(DOCUMENTS))
+    rows = Rows(positions, segments)
     arrays = [put(x, mesh.act_BTHC) for x in (q, k, v)]
     run = jax.checkpoint(
-      lambda *x: by_splash(0, None)(*x, rows), policy=trunk.REMAT[remat]
+      lambda q, k, v: by_splash(0, None)(q, k, v, rows), policy=trunk.REMAT[remat]
     )
-    jax.ad_checkpoint.print_saved_residuals(run, *arrays)
+    ad_checkpoint.print_saved_residuals(run, *arrays)
   # The output and its logarithmic sum, so that the kernel need not run forward again.
   assert capsys.readouterr().out.count('output of shard_map') == kept
 
