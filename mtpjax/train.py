@@ -301,7 +301,7 @@ def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
         name = signal.Signals(signals[0]).name
         where = f'step {run.done} in {run.directory}'
         say(f'{name}: saved {where}; the same command goes on')
-        return 0 if signals[0] == signal.SIGTERM else 130
+        return 128 + signals[0]  # not finished: a launcher starts it again
   return None
 
 
@@ -322,7 +322,7 @@ def go_back(run: Run, error: meters.TrainingError, times: int) -> None:
 def finish(run: Run, writer: metrics.Writer) -> None:
   """Held-out evaluation, and what people and programs read afterwards. All is saved:
   what asks to stop is obeyed at once."""
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+  signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
   signal.signal(signal.SIGINT, signal.default_int_handler)
   config, first = run.config, jax.process_index() == 0
   directory, files = run.directory, run.directory.files

@@ -71,6 +71,15 @@ def test_a_save_that_was_never_finished_is_none_and_goes_with_the_next(bucket, c
   assert found - {''} == {'1', '3'} and not caplog.records
 
 
+def test_one_that_is_being_deleted_is_none(bucket, monkeypatch):
+  where = paths.at('gs://bucket/half')
+  with monkeypatch.context() as patch:
+    patch.setattr(type(where), 'rmtree', lambda self: 1 / 0)  # killed before the rest
+    save(where, 1, 2, 3)
+  assert 'half/1/_CHECKPOINT_METADATA' in bucket.names('half/')
+  assert Checkpoints(where).steps() == [2, 3]
+
+
 def test_what_others_wrote_since_is_seen(bucket, tmp_path):
   """gcsfs keeps lists of what it saw, which TensorStore or another process outdates."""
   where = paths.at('gs://bucket/seen')
