@@ -326,15 +326,6 @@ def test_each_probe_alone_trains_and_gives_the_loss_it_gives_among_others(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', OWN)  # registers alone have nothing to train there
-def test_each_probe_alone_on_a_frozen_trunk(name):
-  frozen = on_one_device(names=(name,), freeze_trunk=True, watch=False, steps=12)
-  first, last = frozen.states[0]['params'], frozen.states[-1]['params']
-  jax.tree.map(np.testing.assert_array_equal, last['trunk'], first['trunk'])
-  assert frozen.overall(name, -1) < frozen.overall(name, 0) - 0.05
-
-
-@pytest.mark.slow
 def test_initialisation_makes_every_parameter_in_its_sharded_place():
   with jax.set_mesh(mesh.make(mesh.Config(fsdp=2, tensor=2, context=2))):
     config = settings()

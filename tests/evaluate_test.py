@@ -1,15 +1,13 @@
 """The evaluate command: training's own figures again, every target once, anywhere."""
 
+import functools
 import json
 import math
 import random
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from runs import environment
 
 from mtpjax.data import sources
 
@@ -64,18 +62,8 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def command(place):
-  def run(name, *args, devices=1):
-    return subprocess.run(
-      [sys.executable, '-m', f'mtpjax.{name}', *args],
-      env=environment(place, devices),
-      cwd=place,
-      capture_output=True,
-      text=True,
-      timeout=300,
-    )
-
-  return run
+def command(place, start):
+  return functools.partial(start, cwd=place)
 
 
 @pytest.fixture(scope='module')

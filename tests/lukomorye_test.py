@@ -2,31 +2,28 @@
 
 import functools
 import math
-import subprocess
-import sys
 
 import pytest
-from runs import ROOT, ended_well, environment, lines, summary
+from runs import ROOT, ended_well, lines, summary
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope='module')
-def learn(tmp_path_factory):
+def learn(tmp_path_factory, start):
   place = tmp_path_factory.mktemp('lukomorye')
 
   @functools.cache
   def run(variant, *args):
     workdir = place / '-'.join([variant, *args])
-    start = [sys.executable, '-m', 'mtpjax.train', f'--workdir={workdir}']
-    start += [f'--config={ROOT}/configs/lukomorye.py:{variant}', *args]
-    env = environment(place)
-    env['XLA_FLAGS'] = ''  # here there is something to compute
-    ended_well(subprocess.run(start, env=env, capture_output=True, text=True))
+    config = f'{ROOT}/configs/lukomorye.py:{variant}'
+    own = [f'--config={config}', f'--workdir={workdir}', *args]
+    # Here there is something to compute.
+    ended_well(start('train', *own, cwd=place, XLA_FLAGS=''))
     found = summary(workdir)
     assert found['parity'] and found['plain_passes'] == 50
-    for start in lines(workdir)[0]['loss_by_depth']:
-      assert abs(start - math.log(45)) < 0.15
+    for loss in lines(workdir)[0]['loss_by_depth']:
+      assert abs(loss - math.log(45)) < 0.15
     assert found['seconds'] < 120
     return found
 

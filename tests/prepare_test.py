@@ -90,11 +90,9 @@ def get_config(arg: str = ''):
 """
 
 
-def _command(folder, *args):
-  return [
-    *(sys.executable, '-m', 'mtpjax.data.prepare', f'--config={folder}/c.py'),
-    *(f'--output={folder}/out', f'--shard_tokens={SHARD}', *args),
-  ]
+def _args(folder, *args):
+  own = f'--config={folder}/c.py', f'--output={folder}/out', f'--shard_tokens={SHARD}'
+  return [*own, *args]
 
 
 def _texts(folder):
@@ -110,7 +108,7 @@ def test_killed_and_repeated(tmp_path):
   source = _texts(tmp_path)
   out = tmp_path / 'out'
   with subprocess.Popen(
-    _command(tmp_path, '--workers=2'),
+    [sys.executable, '-m', 'mtpjax.data.prepare', *_args(tmp_path, '--workers=2')],
     stderr=subprocess.PIPE,
     stdout=subprocess.DEVNULL,
     text=True,
@@ -133,15 +131,10 @@ def test_killed_and_repeated(tmp_path):
   assert files(out) == files(tmp_path / 'straight')
 
 
-def test_the_command_ends_in_one_line(tmp_path):
+def test_the_command_ends_in_one_line(tmp_path, start):
   make(tmp_path / 'out', _texts(tmp_path))
-  done = subprocess.run(
-    _command(tmp_path, '--config.data.source.heldout=0.3'),
-    capture_output=True,
-    text=True,
-    timeout=120,
-    check=False,
-  )
+  args = _args(tmp_path, '--config.data.source.heldout=0.3')
+  done = start('data.prepare', *args, cwd=tmp_path)
   assert (done.returncode, done.stdout) == (2, '')
   assert done.stderr == (
     f'error: {tmp_path}/out is of another config (source.heldout: 0.2 → 0.3): choose '

@@ -3,19 +3,20 @@
 import json
 import os
 import random
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import FLAGS, Forks
 from orbax.checkpoint import v1 as ocp
 
 ROOT = Path(__file__).parents[1]
 EVERY, STEPS = 8, 20
 
 CONFIG = """
+import importlib.util
 import os
 import time
 from typing import Any, Literal
@@ -29,7 +30,9 @@ from mtpjax.models import trunk
 
 # AT=n SIGNAL=s: this process gets signal s as it asks for its n-th batch, once the
 # file AFTER is there. NAN_AT=n: its n-th step starts from parameters that are not
-# numbers.
+# numbers. MISSING: a package that is not there, installed or not.
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda n: None if n == os.environ.get('MISSING') else find(n)
 draw, compile_train = batches.TrainBatches.__next__, step.compile_train
 drawn = 0
 
@@ -89,10 +92,25 @@ def get_config(arg: Literal['', 'plain', 'frozen', 'begun', 'skips'] = ''):
 WORDS = ('one', 'module', 'predicts', 'the', 'token', 'after', 'next', 'another')
 
 
-@pytest.fixture(scope='module')
-def place(tmp_path_factory):
-  """A folder with texts and the config file; compiled programs are kept there too."""
-  folder = tmp_path_factory.mktemp('train')
+@pytest.fixture(scope='session')
+def start(tmp_path_factory):
+  """Runs a command, `train` or another, to its end, on so many devices."""
+  folder = tmp_path_factory.mktemp('said')
+  forks = Forks(environment(folder), folder)
+
+  def run(command, *args, cwd, devices=1, **env):
+    return forks.run(
+      f'mtpjax.{command}', args, environment(folder, devices, **env), cwd
+    )
+
+  yield run
+  forks.close()
+
+
+@pytest.fixture(scope='session')
+def first_place(tmp_path_factory):
+  """A folder with texts and the config file."""
+  folder = tmp_path_factory.mktemp('first')
   (folder / 'text').mkdir()
   rng = random.Random(0)
   for n in range(60):  # shorter and longer than a row
@@ -109,18 +127,21 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def train(place):
-  """Runs the command to its end."""
+def place(tmp_path_factory, first_place):
+  """The same for a module's own runs: of the very same texts and config."""
+  folder = tmp_path_factory.mktemp('train')
+  for name in ('text', 'small.py'):
+    (folder / name).symlink_to(first_place / name)
+  return folder
 
-  def run(workdir, *args, variant='', devices=1, command='train', **env):
-    return subprocess.run(
-      command_line(place, workdir, *args, variant=variant, command=command),
-      env=environment(place, devices, **env),
-      cwd=place,
-      capture_output=True,
-      text=True,
-      timeout=300,
-    )
+
+@pytest.fixture(scope='module')
+def train(place, start):
+  """Runs the command with that config to its end."""
+
+  def run(workdir, *args, variant='', command='train', **env):
+    args = command_line(place, workdir, *args, variant=variant, command=command)[3:]
+    return start(command, *args, cwd=place, **env)
 
   return run
 
@@ -140,8 +161,8 @@ def environment(place, devices=1, **env):
     **os.environ,
     'JAX_PLATFORMS': 'cpu',
     'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices} '
-    '--xla_backend_optimization_level=0',
-    'JAX_COMPILATION_CACHE_DIR': str(place.parent / f'cache-{devices}'),
+    f'--xla_backend_optimization_level=0 {FLAGS}',
+    'JAX_COMPILATION_CACHE_DIR': str(place.parent / 'cache'),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
     **{name: str(value) for name, value in env.items()},
@@ -198,11 +219,13 @@ def assert_same_end(workdir, straight):
     assert summary(workdir)[name] == summary(straight)[name]
 
 
-@pytest.fixture(scope='module')
-def straight(place, train):
+@pytest.fixture(scope='session')
+def straight(first_place, start):
   """A run of 20 steps that nothing stopped."""
-  ended_well(train(place / 'straight'))
-  return place / 'straight'
+  workdir = first_place / 'straight'
+  args = command_line(first_place, workdir)[3:]
+  ended_well(start('train', *args, cwd=first_place))
+  return workdir
 
 
 def assert_mistake(done, *said):

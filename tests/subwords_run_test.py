@@ -1,11 +1,9 @@
 """A run of subwords: its tokenizer stays with it, and its texts end."""
 
+import functools
 import json
-import subprocess
-import sys
 
 import pytest
-from runs import environment
 
 pytestmark = pytest.mark.slow
 
@@ -48,20 +46,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def command(folder):
+def command(folder, start):
   _write(folder, 'море!')
   (folder / 'small.py').write_text(CONFIG.replace('FOLDER', str(folder)))
-
-  def run(name, *args):
-    return subprocess.run(
-      [sys.executable, '-m', f'mtpjax.{name}', *args],
-      env=environment(folder, 1),
-      cwd=folder,
-      capture_output=True,
-      text=True,
-      timeout=300,
-    )
-
+  run = functools.partial(start, cwd=folder)
   done = run('train', f'--config={folder}/small.py', '--workdir=run')
   assert done.returncode == 0, done.stderr[-3000:]
   return run
