@@ -61,8 +61,9 @@ def evaluate(
     domains: all of this of each domain by name, where there are several.
   """
   totals: dict[str, Any] = {}
+  batch = config.data.batch
   for name, arrays in watch(_batches(config, rows, limit)):
-    out = jax.device_get(compiled(params, step.put(arrays)))
+    out = jax.device_get(compiled(params, step.put(arrays, batch)))
     # float64 on the host: a long evaluation must not lose its last batches.
     out = jax.tree.map(lambda x: np.asarray(x, np.float64), out)
     totals[name] = jax.tree.map(np.add, totals[name], out) if name in totals else out
@@ -153,12 +154,8 @@ def _batches(
 ) -> Iterator[tuple[str, dict]]:
   """(domain, batch), no batch of two domains."""
   for name in rows.domains:
-    own = batches.heldout_batches(
-      pack.domain(rows, name),
-      config.data.batch,
-      jax.process_index(),
-      jax.process_count(),
-    )
+    batch = config.data.batch
+    own = batches.heldout_batches(pack.domain(rows, name), batch, step.rows_held(batch))
     yield from ((name, arrays) for arrays in itertools.islice(own, limit))
 
 

@@ -238,6 +238,9 @@ class Training:
   def add(self, step: int, out: dict, tokens: int) -> dict[str, Any]:
     """Adds one step's metrics, on the host; returns what a progress line shows.
 
+    Args:
+      tokens: real ones of the global batch.
+
     Raises:
       TrainingError: the loss or the gradient is not finite and the step was not
         skipped, or the loss has diverged, see `Guard`.
@@ -250,8 +253,8 @@ class Training:
         self._meter.add(f'{name}/agreement', s.correct, s.count)
       self._meter.add('loss', out['loss'])
       self._meter.add('grad_norm', out['grad_norm'])
-    self._tokens += tokens * jax.process_count()
-    self._all_tokens += tokens * jax.process_count()
+    self._tokens += tokens
+    self._all_tokens += tokens
     self._ended = time.monotonic()
     self._now = {
       'lambda': {name: float(x) for name, x in out['lambda'].items()},

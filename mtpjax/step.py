@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from mtpjax import losses, mesh, model, optimizers, tuning
 from mtpjax.drafters.base import Batch
@@ -99,11 +99,43 @@ def to_batch(arrays: dict, freeze_trunk: bool, packed: bool = True) -> Batch:
   return Batch(arrays['tokens'], arrays['mask'], rows, whole_path=freeze_trunk)
 
 
-def put(arrays: dict) -> dict:
-  """This process's rows onto the mesh, as part of the global batch."""
+def rows_held(
+  batch: int, devices: Collection[jax.Device] | None = None
+) -> Int[np.ndarray, ' R']:
+  """Which rows of a global batch these devices (default: this process's) hold any part
+  of, ascending. Where 'tensor' or 'context' spans processes, several hold the same."""
+  sharding = jax.NamedSharding(jax.sharding.get_mesh(), mesh.ids_B)
+  devices = sharding.addressable_devices if devices is None else devices
+  places = sharding.devices_indices_map((batch,))
+  held = [np.arange(batch)[places[device]] for device in devices]
+  return np.unique(np.concatenate(held))
+
+
+def part_held(
+  x: Shaped[np.ndarray, 'R T'], held: Int[np.ndarray, ' R'], place: tuple[slice, slice]
+) -> Shaped[np.ndarray, 'r t']:
+  """The rows and slots at `place` of the global batch; x is its rows `held`."""
+  rows, slots = place
+  first = np.searchsorted(held, rows.start or 0)
+  count = len(held) if rows.stop is None else rows.stop - (rows.start or 0)
+  return x[first : first + count, slots]
+
+
+def put(arrays: dict, batch: int | None = None) -> dict:
+  """The loader's arrays onto the mesh.
+
+  Args:
+    batch: rows of the global batch, of which `arrays` have those of `rows_held`; None
+      if they have them all.
+  """
   sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), mesh.ids_BT)
+  if batch is None:
+    return {name: jax.device_put(x, sharding) for name, x in arrays.items()}
+  held = rows_held(batch)
   return {
-    name: jax.make_array_from_process_local_data(sharding, x)
+    name: jax.make_array_from_callback(
+      (batch, *x.shape[1:]), sharding, functools.partial(part_held, x, held)
+    )
     for name, x in arrays.items()
   }
 
@@ -208,6 +240,7 @@ def train_step(
     'lambda': model.lambdas(nnx.merge(graphdef, state['params']), step / config.steps),
     'rate': rate,
     'grad_norm': norm,
+    'tokens': jnp.count_nonzero(arrays['segments']),  # over all processes
   }
   skip, applied = jnp.zeros((), bool), step + 1
   if optimizer.skip is not None:

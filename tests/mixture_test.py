@@ -46,8 +46,7 @@ def _train(rows=None, weights=WEIGHTS, index=0, count=1, seed=1):
     shards=SHARDS,
     seed=seed,
     weights=weights,
-    process_index=index,
-    process_count=count,
+    own=np.split(np.arange(BATCH), count)[index],
   )
 
 
@@ -169,11 +168,10 @@ def test_process_counts_give_the_same_batches(count):
     local = [next(part) for part in parts]
     assert all(p['tokens'].shape == (BATCH // count, 4) for p in local)
     _same([{n: np.concatenate([p[n] for p in local]) for n in FIELDS}], [whole[j]])
-  union = {k: v for part in parts for k, v in part.get_state().items()}
   for other in (1, 2, 4):
     resumed = [_train(index=i, count=other) for i in range(other)]
     for part in resumed:
-      part.set_state(union)
+      part.set_state(parts[-1].get_state())
     for expected in whole[6:]:
       local = [next(part) for part in resumed]
       _same([{n: np.concatenate([p[n] for p in local]) for n in FIELDS}], [expected])
@@ -184,7 +182,8 @@ def test_heldout_rows_count_once_and_by_domain(count):
   rows = _join()
   for name in [None, *SIZES]:
     own = rows if name is None else pack.domain(rows, name)
-    parts = [list(heldout_batches(own, 8, i, count)) for i in range(count)]
+    shares = np.split(np.arange(8), count)
+    parts = [list(heldout_batches(own, 8, share)) for share in shares]
     assert {len(part) for part in parts} == {-(-len(own) // 8)}
     seen = [
       int(token)

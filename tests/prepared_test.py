@@ -37,8 +37,7 @@ def _train(data, index=0, count=1):
     shards=4,
     seed=1,
     weights=data.weights,
-    process_index=index,
-    process_count=count,
+    own=np.split(np.arange(8), count)[index],
   )
 
 
@@ -239,16 +238,16 @@ def test_process_counts_give_the_same_batches(whole, mixed, count, which):
   for expected in straight[:6]:
     local = [next(part) for part in parts]
     _same([{n: np.concatenate([p[n] for p in local]) for n in FIELDS}], [expected])
-  union = {k: v for part in parts for k, v in part.get_state().items()}
   resumed = [_train(data, i, 4 // count) for i in range(4 // count)]
   for part in resumed:
-    part.set_state(union)
+    part.set_state(parts[-1].get_state())
   for expected in straight[6:]:
     local = [next(part) for part in resumed]
     _same([{n: np.concatenate([p[n] for p in local]) for n in FIELDS}], [expected])
   # Held out: equally many batches each, every row once.
   rows = data.heldout
-  each = [list(heldout_batches(rows, 8, i, count)) for i in range(count)]
+  shares = np.split(np.arange(8), count)
+  each = [list(heldout_batches(rows, 8, own)) for own in shares]
   assert {len(own) for own in each} == {-(-len(rows) // 8)}
   joined = {
     n: np.concatenate([p[n] for local in zip(*each, strict=True) for p in local])

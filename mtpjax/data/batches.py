@@ -1,8 +1,8 @@
 """Batches: what the training step and the evaluation read.
 
-Rows are shuffled anew each epoch and dealt to a fixed number of virtual shards, each a
-grain iterator; a process reads some of them. What is in a batch therefore depends on
-neither the number of processes nor on which of them was restarted.
+Rows are shuffled anew each epoch and dealt to a fixed number of virtual shards. What is
+in a batch therefore depends on neither the number of processes nor on which of them was
+restarted; each reads those rows of it that its devices hold.
 
 B rows of this process's part of a batch, T slots of a row.
 """
@@ -12,9 +12,8 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-import grain
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 
 from mtpjax.data import mixture, pack, plans, tasks
 from mtpjax.data.mixture import Mixture
@@ -35,7 +34,7 @@ class Config:
     length: slots of a row, T.
     pack: whether a row holds several documents; False is one, or a piece of one.
     batch: rows of a global batch, over all processes.
-    shards: virtual data shards: as many processes as divide it can read the data.
+    shards: virtual data shards, which order the rows of a batch; they divide it.
   """
 
   source: plans.AnySource = dataclasses.field(default_factory=Stdlib)
@@ -45,13 +44,13 @@ class Config:
   batch: int = 16
   shards: int = 8
 
-  def validate(self, process_count: int = 1) -> None:
+  def validate(self) -> None:
     """Raises DataError, naming the field and a value that works."""
     if self.length < 2:
       raise DataError(
         f'data.length={self.length}: a target needs a row of at least 2 slots'
       )
-    _check_shares(self.batch, self.shards, process_count)
+    _check_shares(self.batch, self.shards)
     if isinstance(self.source, Mixture):
       self.source.validate()
 
@@ -149,14 +148,13 @@ def open_rows(config: Config, tokenizer: Tokenizer, split: Split) -> pack.Rows:
 
 
 class TrainBatches(Iterator[Batch]):
-  """Endless training batches of one process; `get_state` makes them resumable.
+  """Endless training batches; `get_state` makes them resumable.
 
   The rows of epoch after epoch, each shuffled anew, form one endless sequence; global
   batch j is its elements j·batch to (j+1)·batch. So nothing is dropped at the end of an
   epoch: a batch may hold the end of one and the start of the next, and where there are
   fewer rows than `batch` it holds some of them several times. Within a batch rows stand
-  shard by shard, shard s having every shards-th element from the s-th; a process reads
-  consecutive shards, so its rows are consecutive in the global batch.
+  shard by shard, shard s having every shards-th element from the s-th.
 
   With weights the endless sequence is drawn from those of the domains, each shuffled
   anew in every epoch of its own (`mixture.endless`).
@@ -165,8 +163,9 @@ class TrainBatches(Iterator[Batch]):
     plan: the training rows.
     weights: of each of its domains; None makes no difference between them.
     batch: rows of the global batch; a multiple of shards.
-    shards: virtual shards; a multiple of process_count.
+    shards: virtual shards.
     seed: of the shuffle, in [0, 2**32).
+    own: the rows of a global batch that are wanted here, in this order; None: all.
 
   Raises:
     DataError: a field does not fit; the plan has no rows.
@@ -180,99 +179,81 @@ class TrainBatches(Iterator[Batch]):
     shards: int,
     seed: int,
     weights: dict[str, float] | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
+    own: Int[np.ndarray, ' B'] | None = None,
   ):
-    _check_shares(batch, shards, process_count)
-    _check_process(process_index, process_count)
+    _check_shares(batch, shards)
     _check_seed(seed)
     if not len(plan):
       raise DataError('plan: no rows to train on; give a source with documents')
     self._plan = plan
-    self._rows_per_shard = batch // shards
     shares = weights and sorted(mixture.whole_shares(weights).items())
     checks = plan.fingerprint(), seed, shards, shares
     self._fingerprint = zlib.crc32(str(checks).encode()) >> 1
-    rows = mixture.endless(plan, weights, seed)
-    # A row is a gather from memory: threads would cost more than they hide.
-    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    own = shards // process_count
-    self._shards = {
-      str(shard): iter(rows[shard::shards].to_iter_dataset(options))
-      for shard in range(process_index * own, (process_index + 1) * own)
-    }
+    self._sequence = mixture.endless(plan, weights, seed)
+    self._own = np.arange(batch) if own is None else own
+    self._shards, self._each = shards, batch // shards
+    self._next = 0  # of every shard
 
   def __next__(self) -> Batch:
-    """tokens, segments, positions int32 and mask bool, [batch / process_count, T]."""
-    indices = [
-      next(iterator)
-      for iterator in self._shards.values()
-      for _ in range(self._rows_per_shard)
-    ]
-    return self._plan.rows(np.array(indices))
+    """tokens, segments, positions int32 and mask bool, [B, T]."""
+    shard, nth = np.divmod(self._own, self._each)
+    # A row is a gather from memory: threads would cost more than they hide.
+    places = (shard + self._shards * (self._next + nth)).tolist()
+    self._next += self._each
+    return self._plan.rows(np.array([self._sequence[place] for place in places]))
 
   def get_state(self) -> dict[str, dict[str, Any]]:
-    """This process's shards by number, as JSON; merge all processes' to save them."""
-    return {
-      shard: {'iterator': iterator.get_state(), 'data': self._fingerprint}
-      for shard, iterator in self._shards.items()
-    }
+    """All shards by number, as JSON; the same on every process."""
+    one = {'iterator': {'next_index': self._next}, 'data': self._fingerprint}
+    return {str(shard): one for shard in range(self._shards)}
 
   def set_state(self, state: dict[str, dict[str, Any]]) -> None:
     """Goes on where `get_state` was called, with any number of processes or batch.
-
-    Args:
-      state: of all shards, or of this process's at least.
 
     Raises:
       DataError: a shard is missing, shards are at different rows, or the state is of
         other data; nothing has changed then.
     """
-    if missing := sorted(set(self._shards) - set(state), key=int):
+    shards = {str(shard) for shard in range(self._shards)}
+    if missing := sorted(shards - set(state), key=int):
       raise DataError(
-        f'state: no shard {", ".join(missing)} among {sorted(state)}; merge the states '
-        'of all processes, and keep the number of shards'
+        f'state: no shard {", ".join(missing)} among {sorted(state)}; keep the number '
+        'of shards'
       )
-    own = {shard: state[shard] for shard in self._shards}
-    if any(part['data'] != self._fingerprint for part in own.values()):
+    if any(state[shard]['data'] != self._fingerprint for shard in shards):
       raise DataError(
         'state: it was saved with other documents, tokenizer, length, weights, shards '
         'or seed, so its rows are not these; restore them, or start without the data '
         'state'
       )
-    if len({str(part['iterator']) for part in own.values()}) > 1:
+    # A checkpoint may have made them NumPy integers, which are not JSON.
+    found = {int(state[shard]['iterator']['next_index']) for shard in shards}
+    if len(found) > 1:
       raise DataError(
-        'state: its shards are at different rows; save all processes at the same step'
+        'state: its shards are at different rows; save all of them at the same step'
       )
-    for shard, iterator in self._shards.items():
-      # A checkpoint may have made them NumPy integers, which are not JSON.
-      iterator.set_state({k: int(v) for k, v in own[shard]['iterator'].items()})
+    (self._next,) = found
 
 
 def heldout_batches(
-  plan: pack.Rows, batch: int, process_index: int = 0, process_count: int = 1
+  plan: pack.Rows, batch: int, own: Int[np.ndarray, ' B'] | None = None
 ) -> Iterator[Batch]:
   """Every row once, in order: this process's part of each global batch.
 
-  All processes yield equally many batches of the same shape [batch / process_count, T];
-  the last ones are filled up with rows of padding (segments 0, mask false). A plan
-  without rows yields none.
+  All processes yield equally many batches, [B, T]; the last one is filled up with rows
+  of padding (segments 0, mask false). A plan without rows yields none.
+
+  Args:
+    own: the rows of a global batch that are wanted here, ascending; None: all.
 
   Raises:
-    DataError: batch is not a positive multiple of process_count.
+    DataError: batch is not positive.
   """
-  _check_process(process_index, process_count)
-  if batch < 1 or batch % process_count:
-    raise DataError(
-      f'batch={batch} over process_count={process_count}: must be a multiple of it, '
-      f'such as {_multiple_near(batch, process_count)}'
-    )
-  own = batch // process_count
-  starts = range(process_index * own, _round_up(len(plan), batch), batch)
-  return (
-    plan.rows(np.arange(min(s, len(plan)), min(s + own, len(plan))), size=own)
-    for s in starts
-  )
+  if batch < 1:
+    raise DataError(f'batch={batch}: must be at least 1')
+  rows = np.arange(batch) if own is None else own
+  wanted = (rows + start for start in range(0, len(plan), batch))
+  return (plan.rows(each[each < len(plan)], size=len(each)) for each in wanted)
 
 
 def _texts(config: Config, split: Split, counts: Counts) -> dict[str, list[Document]]:
@@ -280,37 +261,16 @@ def _texts(config: Config, split: Split, counts: Counts) -> dict[str, list[Docum
   return {name: list(documents) for name, documents in texts.items()}
 
 
-def _check_shares(batch: int, shards: int, process_count: int) -> None:
-  if process_count < 1:
-    raise DataError(f'process_count={process_count}: must be at least 1')
-  if shards < 1 or shards % process_count:
-    raise DataError(
-      f'data.shards={shards} over process_count={process_count}: must be a '
-      f'multiple of it, such as {_multiple_near(shards, process_count)}'
-    )
+def _check_shares(batch: int, shards: int) -> None:
+  if shards < 1:
+    raise DataError(f'data.shards={shards}: must be at least 1')
   if batch < 1 or batch % shards:
     raise DataError(
       f'data.batch={batch} over data.shards={shards}: must be a multiple of it, '
-      f'such as {_multiple_near(batch, shards)}'
-    )
-
-
-def _check_process(process_index: int, process_count: int) -> None:
-  if not 0 <= process_index < process_count:
-    raise DataError(
-      f'process_index={process_index} of process_count={process_count}: must be in '
-      '[0, process_count)'
+      f'such as {max(shards, -(-batch // shards) * shards)}'
     )
 
 
 def _check_seed(seed: int) -> None:
   if not 0 <= seed < 2**32:
     raise DataError(f'seed={seed}: must be in [0, 2**32)')
-
-
-def _round_up(number: int, divisor: int) -> int:
-  return -(-number // divisor) * divisor
-
-
-def _multiple_near(number: int, divisor: int) -> int:
-  return max(divisor, _round_up(number, divisor))
