@@ -30,16 +30,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import logging
 from etils import epath
 from flax.traverse_util import unflatten_dict
-from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 from jaxtyping import Array, PyTree
 from orbax.checkpoint import v1 as ocp
 
-from mtpjax import paths
+from mtpjax import paths, processes
 from mtpjax.checksum import checksum
 from mtpjax.fields import ConfigError
 
@@ -141,10 +139,10 @@ class Checkpoints(contextlib.AbstractContextManager):
     if self.config is None:
       raise CheckpointError(f'{self.directory} is open for reading only; give a config')
     self.close()
-    steps = self.steps()
-    if _worst(step in steps):
+    steps = processes.agreed(self.steps())
+    if step in steps:
       return False
-    if _worst(bool(steps) and step < steps[-1]):
+    if steps and step < steps[-1]:
       problem = f'saving step {step} in {self.directory}: step {steps[-1]} is there'
       raise CheckpointError(f'{problem} and newer; resume or use another directory')
     path, leaves = self.directory / str(step), _flatten(state)
@@ -159,6 +157,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             self._sweep(str(begun))
         _move_aside(path)
       self._swept = True
+      processes.agreed(None)  # the place is free
       with _context():
         response = ocp.save_checkpointables_async(path, arrays, custom_metadata=record)
     self._pending = step, response
@@ -214,7 +213,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         path.rmtree()
 
   def _probe(self) -> None:
-    path = self.directory / f'.writable-{os.getpid()}'
+    path = self.directory / f'.writable-{jax.process_index()}-{os.getpid()}'
     try:
       self.directory.mkdir(parents=True, exist_ok=True)
       path.write_text('probe')
@@ -240,17 +239,18 @@ class Checkpoints(contextlib.AbstractContextManager):
     self.close()
     wanted = {n: _target(x, n) for n, x in _flatten(abstract_state).items()}
     reasons = []
-    for candidate in _numbered(self.directory)[::-1] if step is None else [step]:
+    there = processes.agreed(_numbered(self.directory)[::-1])
+    if step is not None and step not in there:
+      raise _nothing_found(self.directory, step)
+    for candidate in there if step is None else [step]:
       path, reason, record, leaves = self.directory / str(candidate), '', {}, []
-      if step is not None and not path.exists():
-        raise _nothing_found(self.directory, step)
       try:
         record = _read_record(path)
         _compare(path, record['leaves'], wanted, subset)
         leaves = _load(path, record['leaves'], wanted)
       except _DamagedError as error:
         reason = str(error)
-      if not _worst(bool(reason)):
+      if not processes.anywhere(bool(reason)):
         tree = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
         return Restored(candidate, tree, record['data_state'], record['metadata'])
       reasons.append(f'step {candidate}: {reason or "another process cannot read it"}')
@@ -451,9 +451,3 @@ def _brief(error: BaseException) -> str:
     error = error.__cause__
   text = ' '.join(str(error).split())
   return f'{type(error).__name__}: {text[:300]}{"…" if len(text) > 300 else ""}'
-
-
-def _worst(here: bool) -> bool:
-  """Whether it is so on any process."""
-  alone = jax.process_count() == 1
-  return here if alone else multihost_utils.process_allgather(np.int32(here)).any()

@@ -30,17 +30,22 @@ class Guard:
   with the data that follows.
 
   A loss or gradient that is not finite always counts; so does a total loss that has
-  been `above` its lowest for `patience` steps in a row, in nats, smoothed.
+  been `above` its lowest for `patience` steps in a row, in nats, smoothed. What is
+  `stuck` ends the process, with an exit code that a launcher starts it anew after.
   """
 
   above: float | None = 3.0  # None: only what is not finite
   patience: int = 100  # steps
   rollbacks: int = 0  # times to go back before stopping
+  stuck: float | None = 1800.0  # seconds of one step, save or held-out batch
 
   def finalize(self, field: str = 'guard') -> None:
     if self.above is not None and not self.above > 0:
       fix = 'use nats, e.g. 3.0, or None'
       raise ConfigError(f'{field}.above', self.above, 'is not positive', fix)
+    if self.stuck is not None and not self.stuck > 0:
+      fix = 'use seconds, e.g. 1800.0, or None'
+      raise ConfigError(f'{field}.stuck', self.stuck, 'is not positive', fix)
     for name, least in (('patience', 1), ('rollbacks', 0)):
       value = getattr(self, name)
       if value < least:

@@ -8,29 +8,37 @@ one that is gone: JAX notices within `_HEARTBEAT` seconds and ends the process.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import functools
 import itertools
 import json
+import math
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from absl import flags
 
 # What jax.distributed keeps to itself: who is there, and what a launcher says of it.
 from jax._src import clusters, distributed
 
+from mtpjax import mesh
 from mtpjax.fields import ConfigError
 
 _HEARTBEAT = 10  # seconds without a sign of life until a process counts as dead
 _GRACE = 5  # seconds that the others have to hear of a failure
 _PATIENCE = 3_600_000  # ms to wait for what another process is busy with
 _ENDED = 'mtpjax/ended'
+_failing = threading.Event()  # this process, by itself
 _turns = itertools.count()  # the same on every process, since all make the same calls
 
 
@@ -95,18 +103,107 @@ def anywhere(here: bool) -> bool:
   return bool(_client().key_value_dir_get(f'{key}/'))
 
 
-def end(code: int, said: str) -> None:
+def end(code: int, said: str) -> NoReturn:
   """Ends this process at once, and with it the others, which say the same."""
-  with contextlib.suppress(jax.errors.JaxRuntimeError):  # somebody was first
-    told = json.dumps([code, _index(), said])
-    _client().key_value_set(_ENDED, told)
-    if distributed.global_state.service is not None:  # they hear it through this one
-      count, until = distributed.global_state.num_processes, time.monotonic() + _GRACE
-      while time.monotonic() < until:
-        if len(_client().key_value_dir_get(f'{_ENDED}/')) == count - 1:
-          break
-        time.sleep(0.05)
-  _exit(code)
+  if distributed.global_state.client is not None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # somebody was first
+      _client().key_value_set(_ENDED, json.dumps([code, _index(), said]))
+  _leave(code)
+
+
+class Stop:
+  """SIGTERM and Ctrl-C: the step under way is finished first, the same one on every
+  process, whichever was asked. A second Ctrl-C ends at once."""
+
+  def __init__(self):
+    self._received = 0
+    self._sent: jax.Array | None = None
+    for number in (signal.SIGTERM, signal.SIGINT):
+      signal.signal(number, self._note)
+
+  def _note(self, number, _) -> None:
+    self._received = self._received or number
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+  def asked(self, after: jax.Array) -> int:
+    """The signal, or 0; called once a step.
+
+    Several processes find out together what any had received a step earlier: that
+    waits for nothing that the metrics of that step do not wait for too.
+
+    Args:
+      after: made by the step just dispatched.
+    """
+    if jax.process_count() == 1:
+      return self._received
+    earlier, self._sent = self._sent, _largest(_everywhere(self._received), after)
+    return 0 if earlier is None else int(earlier)
+
+  def obey_at_once(self) -> None:
+    """From now on, all being saved."""
+
+    def leave(number, _):
+      raise SystemExit(128 + number) from InterruptedError(signal.Signals(number).name)
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Watch(contextlib.AbstractContextManager):
+  """Ends a process that takes too long over one thing, with all threads' stacks, so
+  that a launcher can start it anew.
+
+  Args:
+    seconds: None is for ever.
+  """
+
+  def __init__(self, seconds: float | None):
+    self._seconds = seconds
+    self._now: tuple[float, str] | None = None
+    self._over = threading.Event()
+
+  def at(self, what: str | None) -> None:
+    """It begins now; None is nothing."""
+    self._now = None if what is None else (time.monotonic(), what)
+
+  def over(self, items: Iterable[Any], what: str) -> Iterator[Any]:
+    """The items, each a thing of its own."""
+    for number, item in enumerate(items, 1):
+      self.at(f'{what} {number}')
+      yield item
+
+  def __enter__(self) -> Watch:
+    if self._seconds is not None:
+      threading.Thread(target=self._look, daemon=True).start()
+    return self
+
+  def __exit__(self, *error) -> None:
+    self._over.set()
+
+  def _look(self) -> None:
+    assert self._seconds is not None
+    while not self._over.wait(min(self._seconds / 4, 10)):
+      began, what = self._now or (math.inf, '')
+      if time.monotonic() - began > self._seconds:
+        said = f'{what} has taken more than guard.stuck={self._seconds:g} s'
+        _say(f'{said}; the same command goes on')
+        faulthandler.dump_traceback(sys.stderr)
+        end(1, said)
+
+
+@functools.cache
+def _everywhere(value: int) -> jax.Array:
+  """One number a device; this process's are `value`."""
+  sharding = jax.NamedSharding(jax.sharding.get_mesh(), jax.P(mesh.AXES))
+  return jax.make_array_from_callback(
+    (jax.device_count(),), sharding, lambda _: np.full(1, value, np.int32)
+  )
+
+
+@functools.partial(jax.jit, keep_unused=True)
+def _largest(numbers: jax.Array, after: jax.Array) -> jax.Array:
+  # CPUs may deadlock where two programs with collectives run at a time.
+  return jnp.max(numbers)
 
 
 def _join() -> bool:
@@ -242,18 +339,17 @@ def _listen() -> None:
   if not told:
     return  # all is done
   code, index, said = json.loads(told)
-  if index == _index():
-    return
+  if index == _index() or _failing.wait(0.5):
+    return  # it ends by itself
   _say(f'{_name(index)} ended: {said}', code)
-  with contextlib.suppress(jax.errors.JaxRuntimeError):
-    _client().key_value_set(f'{_ENDED}/{_index()}', '')
-  _exit(code)
+  _leave(code)
 
 
-def _fail(error: BaseException) -> None:
+def _fail(error: BaseException) -> NoReturn:
   if isinstance(error, jax.errors.JaxRuntimeError):
     # Most likely another process is gone, and why is being told.
     time.sleep(_GRACE)
+  _failing.set()
   if isinstance(error, SystemExit):
     code = error.code if isinstance(error.code, int) else int(error.code is not None)
     said = str(error.__cause__ or f'exit code {code}')
@@ -268,12 +364,29 @@ def _fail(error: BaseException) -> None:
   end(code, said)
 
 
+def _leave(code: int) -> NoReturn:
+  """Process 0 last, since the others hear each other through it."""
+  sure = threading.Timer(2 * _GRACE, _exit, (code,))
+  sure.daemon = True
+  sure.start()
+  state = distributed.global_state
+  with contextlib.suppress(jax.errors.JaxRuntimeError):
+    if state.client is not None:
+      _client().key_value_set(f'{_ENDED}/{_index()}', '')
+    until = time.monotonic() + _GRACE
+    while state.service is not None and time.monotonic() < until:
+      if len(_client().key_value_dir_get(f'{_ENDED}/')) >= state.num_processes:
+        break
+      time.sleep(0.05)
+  _exit(code)
+
+
 def _say(text: str, code: int = 1) -> None:
   lines = f'{"error: " if code else ""}{text}'.splitlines()[:3]
   sys.stderr.write('\n'.join(lines) + '\n')
 
 
-def _exit(code: int) -> None:
+def _exit(code: int) -> NoReturn:
   """Without waiting for anything, as the end of an interpreter does."""
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(OSError, ValueError):

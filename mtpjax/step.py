@@ -100,7 +100,7 @@ def to_batch(arrays: dict, freeze_trunk: bool, packed: bool = True) -> Batch:
 
 
 def rows_held(
-  batch: int, devices: Collection[jax.Device] | None = None
+  batch: int, devices: Collection[Any] | None = None
 ) -> Int[np.ndarray, ' R']:
   """Which rows of a global batch these devices (default: this process's) hold any part
   of, ascending. Where 'tensor' or 'context' spans processes, several hold the same."""
@@ -112,7 +112,7 @@ def rows_held(
 
 
 def part_held(
-  x: Shaped[np.ndarray, 'R T'], held: Int[np.ndarray, ' R'], place: tuple[slice, slice]
+  x: Shaped[np.ndarray, 'R T'], held: Int[np.ndarray, ' R'], place: Any
 ) -> Shaped[np.ndarray, 'r t']:
   """The rows and slots at `place` of the global batch; x is its rows `held`."""
   rows, slots = place

@@ -11,11 +11,9 @@ import dataclasses
 import functools
 import math
 import signal
-import sys
 from typing import Any
 
 import jax
-import numpy as np
 from absl import flags
 
 from mtpjax import (
@@ -54,20 +52,6 @@ dry_run.define_flags()
 flags.adopt_module_key_flags(dry_run)
 
 
-def catch_signals() -> list[int]:
-  """A list that fills when SIGTERM or Ctrl-C arrives: the step under way is finished.
-  A second Ctrl-C ends at once."""
-  received: list[int] = []
-
-  def note(number, _):
-    received.append(number)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-  for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, note)
-  return received
-
-
 @dataclasses.dataclass
 class Run:
   """Everything that training changes or looks at."""
@@ -80,6 +64,7 @@ class Run:
   clock: meters.Clock
   meter: meters.Training
   rows: batches.TrainBatches
+  watch: processes.Watch
   graphdef: Any
   abstract_state: Any
   state: Any
@@ -105,27 +90,36 @@ class Run:
     lowest = position['lowest']
     self.lowest = math.inf if lowest is None else lowest
 
-  def evaluate(self, limit: int | None, watch=iter) -> dict[str, Any]:
+  def evaluate(self, limit: int | None, shown=iter) -> dict[str, Any]:
     params = step.evaluated(self.state)
+
+    def each(items):
+      what = f'held out, after step {self.done}, batch'
+      return shown(self.watch.over(items, what))
+
     with self.clock('evaluation'):
       found = heldout.evaluate(
-        self.eval_step, params, self.config, self.data.heldout, watch, limit
+        self.eval_step, params, self.config, self.data.heldout, each, limit
       )
+      self.watch.at(None)  # a decode may be compiled
       return {**found, **self.answers.measure(params)}
+
+  def save(self, where: Checkpoints, **how) -> None:
+    self.watch.at(f'saving step {self.done}')
+    where.save(self.done, self.state, self.position(), **how)
 
 
 def main(config: configs.Config) -> int:
   if flags.FLAGS.dry_run:
     return dry_run.main(config)
-  signals = catch_signals()
+  stop = processes.Stop()
   run = begin(config)
-  with (
-    run.directory,
-    metrics.Writer(run.directory.files, run.resumed_at, config.wandb) as writer,
-  ):
+  writer = metrics.Writer(run.directory.files, run.resumed_at, config.wandb)
+  with run.directory, writer, run.watch:
     compile_steps(run)
-    code = train(run, writer, signals)
+    code = train(run, writer, stop)
     if code is None:
+      stop.obey_at_once()  # all is saved
       finish(run, writer)
   return code or 0
 
@@ -159,7 +153,8 @@ def begin(config: configs.Config) -> Run:
   abstract_state = jax.eval_shape(init_state, abstract)
   plan, name = None, _WORKDIR.value or f'runs/{config.name}'
   # A run that goes on has no more need of the other, which may be gone.
-  if config.init_from is not None and not Checkpoints(f'{name}/checkpoints').steps():
+  there = processes.agreed(Checkpoints(f'{name}/checkpoints').steps())
+  if config.init_from is not None and not there:
     conventions = configs.conventions(config)
     plan = init_from.plan(
       config.init_from, abstract, data.tokenizer, conventions, config.trunk
@@ -186,9 +181,9 @@ def begin(config: configs.Config) -> Run:
       shards=config.data.shards,
       seed=config.seed,
       weights=data.weights,
-      process_index=jax.process_index(),
-      process_count=jax.process_count(),
+      own=step.rows_held(config.data.batch),
     ),
+    watch=processes.Watch(config.guard.stuck),
     graphdef=graphdef,
     abstract_state=abstract_state,
     state=None,
@@ -233,7 +228,7 @@ def compile_steps(run: Run) -> None:
     run.meter.full_speed = flops.full_speed(config)
 
 
-def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
+def train(run: Run, writer: metrics.Writer, stop: processes.Stop) -> int | None:
   """All steps that are left; an exit code if a signal ended them early."""
   config, clock = run.config, run.clock
   with (
@@ -246,8 +241,9 @@ def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
     pending: Any = None
     rollbacks, owed = 0, False
 
-    def record(done: int, out: dict, tokens: int) -> None:
-      line = run.meter.add(done, jax.device_get(out), tokens)
+    def record(done: int, out: dict) -> None:
+      out = jax.device_get(out)
+      line = run.meter.add(done, out, int(out['tokens']))
       progress.update(done, {**line, **clock.waits()})
       if done % config.log_every == 0 or done == config.steps:
         writer.write(done, run.meter.flush())
@@ -257,18 +253,21 @@ def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
     while run.done < config.steps:
       run.done += 1
       trace.at(run.done)
+      run.watch.at(f'reading the data of step {run.done}')
       with clock.waiting(pending[1]['loss'] if pending else None):
         arrays = next(run.rows)
-      run.state, out = run.train_step(run.state, step.put(arrays))
-      stopping = bool(signals)  # asked once: it may change at any line
-      last = run.done == config.steps or stopping
+      run.watch.at(f'step {run.done}')
+      arrays = step.put(arrays, config.data.batch)
+      run.state, out = run.train_step(run.state, arrays)
+      stopping = stop.asked(out['loss'])  # once: it may change at any line
+      last = run.done == config.steps or stopping > 0
       owed = owed or run.done % config.checkpoint.every == 0
       every = config.evaluation.every
       evaluating = every is not None and run.done % every == 0
       try:
         if pending:
           record(*pending)
-        pending = run.done, out, np.count_nonzero(arrays['segments'])
+        pending = run.done, out
         if owed or last or evaluating:  # only of a step known to be sound
           record(*pending)
           pending = None
@@ -286,7 +285,7 @@ def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
           run.lowest = found['loss']
           if run.best is not None:
             with clock('checkpoint'):
-              run.best.save(run.done, run.state, run.position())
+              run.save(run.best)
       # While the loss is high, the checkpoints of before stay those to go back to.
       if last or (owed and not run.meter.high):
         owed = False
@@ -294,14 +293,14 @@ def train(run: Run, writer: metrics.Writer, signals: list[int]) -> int | None:
           run.directory.sync()  # the lines up to here belong to it
           if run.best is not None:
             run.best.close()  # a checkpoint's `lowest` is that of a best one on disk
-          run.saved.save(run.done, run.state, run.position(), wait=last)
+          run.save(run.saved, wait=last)
           if run.best is not None:
             run.best.prune()
       if stopping:
-        name = signal.Signals(signals[0]).name
+        name = signal.Signals(stopping).name
         where = f'step {run.done} in {run.directory}'
         say(f'{name}: saved {where}; the same command goes on')
-        return 128 + signals[0]  # not finished: a launcher starts it again
+        return 128 + stopping  # not finished: a launcher starts it again
   return None
 
 
@@ -311,6 +310,7 @@ def go_back(run: Run, error: meters.TrainingError, times: int) -> None:
   sound = run.saved.restore(run.abstract_state) if times <= allowed else None
   if sound is None:
     raise error
+  run.watch.at(None)
   say(f'{error}\ngoing back to step {sound.step}, {times} of {allowed} times')
   run.state, run.done = sound.state, sound.step
   run.restore_figures(sound.data_state)
@@ -320,10 +320,7 @@ def go_back(run: Run, error: meters.TrainingError, times: int) -> None:
 
 
 def finish(run: Run, writer: metrics.Writer) -> None:
-  """Held-out evaluation, and what people and programs read afterwards. All is saved:
-  what asks to stop is obeyed at once."""
-  signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-  signal.signal(signal.SIGINT, signal.default_int_handler)
+  """Held-out evaluation, and what people and programs read afterwards."""
   config, first = run.config, jax.process_index() == 0
   directory, files = run.directory, run.directory.files
   total = heldout.count(config, run.data.heldout)

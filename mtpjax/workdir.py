@@ -18,6 +18,7 @@ import fcntl
 import json
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from absl import logging
 from etils import epath
 
 from mtpjax import config as configs
-from mtpjax import fields, metrics, paths
+from mtpjax import fields, metrics, paths, processes
 from mtpjax.checkpoint import CheckpointError
 from mtpjax.data.tokenizer import VOCABULARY, Tokenizer
 
@@ -78,6 +79,11 @@ def claim(workdir: str, config: configs.Config) -> Workdir:
   path = paths.at(workdir)  # the shell leaves --workdir=~/x as it is
   run = Workdir(path, Path(path))
   new = fields.to_json(config)
+  if jax.process_index() > 0:
+    processes.agreed(None)  # process 0 has claimed it
+    _follow(path, new)
+    run.files = _copy(path) if paths.is_bucket(path) else run.files
+    return run
   try:
     if paths.is_bucket(path):
       run.files = _copy(path)
@@ -90,20 +96,20 @@ def claim(workdir: str, config: configs.Config) -> Workdir:
       raise WorkdirError(
         f'--workdir={workdir} holds files but no run of ours; use an empty directory'
       )
-    if jax.process_index() == 0:
-      run.files.mkdir(parents=True, exist_ok=True)
-      if paths.is_bucket(path):
-        run.mirror = paths.Mirror(run.files, path)
-      else:
-        _lock(run.files)
-      metrics.write_summary(run.files / 'config.json', new)
-      run.sync()
+    run.files.mkdir(parents=True, exist_ok=True)
+    if paths.is_bucket(path):
+      run.mirror = paths.Mirror(run.files, path)
+    else:
+      _lock(run.files)
+    metrics.write_summary(run.files / 'config.json', new)
+    run.sync()
   except WorkdirError:
     raise
   except Exception as error:  # remote file systems raise their own
     raise WorkdirError(
       f'--workdir={workdir} cannot be used: {error}; choose another directory'
     ) from error
+  processes.agreed(None)
   return run
 
 
@@ -117,6 +123,25 @@ def _copy(path: epath.Path) -> Path:
   if (path / METRICS).exists():
     (files / METRICS).write_bytes((path / METRICS).read_bytes())
   return files
+
+
+def _follow(path: epath.Path, new: dict[str, Any]) -> None:
+  """Whether process 0 has the same directory and the same config, to the last field."""
+  saved = path / 'config.json'
+  until = time.monotonic() + 60  # network file systems show a new file late
+  while not saved.exists():
+    if time.monotonic() > until:
+      raise WorkdirError(
+        f'--workdir={path} is not that of process 0, which wrote config.json '
+        'there; use a directory that all processes see'
+      )
+    time.sleep(0.5)
+  old = json.loads(saved.read_text())
+  if differing := fields.differences(old, json.loads(metrics.to_json(new))):
+    raise WorkdirError(
+      f'process {jax.process_index()} has another config than process 0 '
+      f'({"; ".join(differing[:4])}); give all of them the same command'
+    )
 
 
 def _torn(file: epath.Path) -> bool:
