@@ -24,7 +24,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
@@ -125,18 +124,21 @@ class Stop:
     self._received = self._received or number
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-  def asked(self, after: jax.Array) -> int:
-    """The signal, or 0; called once a step.
+  def inputs(self) -> dict[str, jax.Array]:
+    """What the train step takes to make `asked` the same everywhere; alone, nothing."""
+    if jax.process_count() == 1:
+      return {}
+    return {'stop': _everywhere(self._received)}
 
-    Several processes find out together what any had received a step earlier: that
-    waits for nothing that the metrics of that step do not wait for too.
+  def asked(self, metrics: dict[str, Any]) -> int:
+    """The signal, or 0; called once a step, after it is dispatched.
 
-    Args:
-      after: made by the step just dispatched.
+    Several processes find out what any had received a step earlier, which waits for
+    nothing that the figures of that step do not wait for too.
     """
     if jax.process_count() == 1:
       return self._received
-    earlier, self._sent = self._sent, _largest(_everywhere(self._received), after)
+    earlier, self._sent = self._sent, metrics['stop']
     return 0 if earlier is None else int(earlier)
 
   def obey_at_once(self) -> None:
@@ -198,12 +200,6 @@ def _everywhere(value: int) -> jax.Array:
   return jax.make_array_from_callback(
     (jax.device_count(),), sharding, lambda _: np.full(1, value, np.int32)
   )
-
-
-@functools.partial(jax.jit, keep_unused=True)
-def _largest(numbers: jax.Array, after: jax.Array) -> jax.Array:
-  # CPUs may deadlock where two programs with collectives run at a time.
-  return jnp.max(numbers)
 
 
 def _join() -> bool:

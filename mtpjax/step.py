@@ -242,6 +242,8 @@ def train_step(
     'grad_norm': norm,
     'tokens': jnp.count_nonzero(arrays['segments']),  # over all processes
   }
+  if 'stop' in arrays:  # see `processes.Stop`
+    metrics['stop'] = jnp.max(arrays['stop'])
   skip, applied = jnp.zeros((), bool), step + 1
   if optimizer.skip is not None:
     assert 'spike' in state
@@ -290,14 +292,18 @@ def eval_step(
   return sums, lengths
 
 
-def compile_train(graphdef: Any, config: Any, state: TrainState) -> jax.stages.Compiled:
+def compile_train(
+  graphdef: Any, config: Any, state: TrainState, more: Mapping[str, Any] | None = None
+) -> jax.stages.Compiled:
   """(state, arrays) -> (state, metrics), compiled; the state is donated.
 
   Args:
     state: real or abstract, with shardings.
+    more: further arrays that the step is given.
   """
   step = functools.partial(train_step, graphdef, config)
-  return jax.jit(step, donate_argnums=0).lower(state, abstract_arrays(config)).compile()
+  arrays = {**abstract_arrays(config), **(more or {})}
+  return jax.jit(step, donate_argnums=0).lower(state, arrays).compile()
 
 
 def compile_eval(

@@ -116,7 +116,7 @@ def main(config: configs.Config) -> int:
   run = begin(config)
   writer = metrics.Writer(run.directory.files, run.resumed_at, config.wandb)
   with run.directory, writer, run.watch:
-    compile_steps(run)
+    compile_steps(run, stop)
     code = train(run, writer, stop)
     if code is None:
       stop.obey_at_once()  # all is saved
@@ -217,13 +217,13 @@ def begin(config: configs.Config) -> Run:
   return run
 
 
-def compile_steps(run: Run) -> None:
+def compile_steps(run: Run, stop: processes.Stop) -> None:
   config, params = run.config, run.state['params']
   say(f'attention: {configs.attention(config)}')
   say('compiling the train and evaluation steps …')
   lengths = run.data.tokenizer.bytes_per_token
   with run.clock('compile'):
-    run.train_step = step.compile_train(run.graphdef, config, run.state)
+    run.train_step = step.compile_train(run.graphdef, config, run.state, stop.inputs())
     run.eval_step = step.compile_eval(run.graphdef, config, params, lengths)
     run.meter.full_speed = flops.full_speed(config)
 
@@ -257,9 +257,9 @@ def train(run: Run, writer: metrics.Writer, stop: processes.Stop) -> int | None:
       with clock.waiting(pending[1]['loss'] if pending else None):
         arrays = next(run.rows)
       run.watch.at(f'step {run.done}')
-      arrays = step.put(arrays, config.data.batch)
+      arrays = {**step.put(arrays, config.data.batch), **stop.inputs()}
       run.state, out = run.train_step(run.state, arrays)
-      stopping = stop.asked(out['loss'])  # once: it may change at any line
+      stopping = stop.asked(out)  # once: it may change at any line
       last = run.done == config.steps or stopping > 0
       owed = owed or run.done % config.checkpoint.every == 0
       every = config.evaluation.every

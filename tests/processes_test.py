@@ -1,6 +1,7 @@
 """Commands of several processes: joining, agreeing, ending together."""
 
 import copy
+import random
 import re
 import socket
 import subprocess
@@ -8,11 +9,13 @@ import sys
 import time
 
 import jax
+import numpy as np
 import pytest
 from absl import flags
-from runs import ROOT, assert_mistake, environment
+from runs import ROOT, assert_mistake, environment, finished, free_port, joined
 
-from mtpjax import processes
+from mtpjax import mesh, processes, step
+from mtpjax.data import batches, pack
 from mtpjax.fields import ConfigError
 
 DEMO = """'''A demo.'''
@@ -33,6 +36,11 @@ def main():
   print(jax.process_count(), *said, processes.anywhere(False), flush=True)
   if mode == 'end':
     return 3
+  if mode == 'hang':
+    with processes.Watch(1.0) as watch:
+      list(watch.over(range(3), 'item'))
+      watch.at('saving step 7') if who == str(index) else watch.at(None)
+      time.sleep(60)
   if who == str(index):
     print('now', time.monotonic(), flush=True)
   if (mode, who) == ('mistake', str(index)):
@@ -47,20 +55,6 @@ def main():
 if __name__ == '__main__':
   flags.run(main, takes_config=False, within=processes.together)
 """
-
-
-def free_port():
-  with socket.create_server(('', 0)) as server:
-    return server.getsockname()[1]
-
-
-def joined(index, count, port):
-  """The flags of one process."""
-  return [
-    f'--coordinator=127.0.0.1:{port}',
-    f'--processes={count}',
-    f'--process={index}',
-  ]
 
 
 @pytest.fixture(scope='module')
@@ -78,17 +72,6 @@ def demo(tmp_path_factory):
     )
 
   return start
-
-
-def finished(started, timeout=60):
-  """Each process's exit code, output and errors."""
-  done = []
-  for process in started:
-    out, errors = process.communicate(timeout=timeout)
-    done.append(
-      subprocess.CompletedProcess(process.args, process.returncode, out, errors)
-    )
-  return done
 
 
 def seconds_since(done):
@@ -137,6 +120,17 @@ def test_a_killed_process_is_noticed_in_15_seconds(demo, who):
   assert seconds_since(done) < 15
 
 
+@pytest.mark.parametrize('who', [1])
+def test_what_hangs_is_ended_with_its_stacks_and_the_others_say_so(demo, who):
+  done = two(demo, f'hang:{who}')
+  assert [x.returncode for x in done] == [1, 1]
+  said = 'saving step 7 has taken more than guard.stuck=1 s'
+  assert f'error: {said}' in done[who].stderr
+  assert re.search(r'File .*demo.py", line \d+ in main', done[who].stderr)
+  assert f'process {who} of 2 ended: {said}' in done[1 - who].stderr
+  assert 'demo.py' not in done[1 - who].stderr
+
+
 def test_who_never_arrives_is_waited_for_only_so_long(demo):
   ports = free_port(), free_port()
   started = [
@@ -170,7 +164,7 @@ POD = {'KUBERNETES_SERVICE_HOST': '10.0.0.1'}
 
 
 @pytest.fixture
-def place(monkeypatch):
+def joining(monkeypatch):
   """An environment with these variables, and what JAX was told to join."""
   found = []
   monkeypatch.setattr(
@@ -195,8 +189,8 @@ def place(monkeypatch):
   'env',
   [{}, {**SLURM, 'SLURM_NTASKS': '1'}, {**MPI, 'OMPI_COMM_WORLD_SIZE': '1'}, POD],
 )
-def test_a_single_process_joins_nothing(place, env):
-  assert place(env) == (False, [])
+def test_a_single_process_joins_nothing(joining, env):
+  assert joining(env) == (False, [])
 
 
 @pytest.mark.parametrize(
@@ -212,26 +206,26 @@ def test_a_single_process_joins_nothing(place, env):
     ({**MPI, 'OMPI_COMM_WORLD_LOCAL_SIZE': '1'}, []),
   ],
 )
-def test_what_a_launcher_says_is_left_to_jax(place, env, devices):
-  joins, [given] = place(env)
+def test_what_a_launcher_says_is_left_to_jax(joining, env, devices):
+  joins, [given] = joining(env)
   assert joins
   assert given['local_device_ids'] == devices
   assert 'coordinator_address' not in given
 
 
-def test_what_is_said_by_hand_counts_more_than_a_launcher(place):
-  joins, [given] = place(SLURM, '--coordinator=h:1', '--processes=3', '--process=2')
+def test_what_is_said_by_hand_counts_more_than_a_launcher(joining):
+  joins, [given] = joining(SLURM, '--coordinator=h:1', '--processes=3', '--process=2')
   assert joins
   assert given['coordinator_address'] == 'h:1'
   assert (given['num_processes'], given['process_id']) == (3, 2)
   assert given['cluster_detection_method'] == 'deactivate'
-  assert place(SLURM, '--coordinator=h:1', '--processes=1', '--process=0')[0] is False
+  assert joining(SLURM, '--coordinator=h:1', '--processes=1', '--process=0')[0] is False
 
 
-def test_a_job_that_cannot_be_found_out_is_an_error(place, monkeypatch):
+def test_a_job_that_cannot_be_found_out_is_an_error(joining, monkeypatch):
   monkeypatch.setitem(sys.modules, 'kubernetes', None)
   with pytest.raises(ConfigError, match='K8sCluster cannot be found out'):
-    place({**POD, 'JOB_COMPLETION_INDEX': '0'})
+    joining({**POD, 'JOB_COMPLETION_INDEX': '0'})
 
 
 @pytest.mark.parametrize(
@@ -244,14 +238,69 @@ def test_a_job_that_cannot_be_found_out_is_an_error(place, monkeypatch):
     (['--coordinator=host', '--processes=2', '--process=0'], 'is no address'),
   ],
 )
-def test_flags_that_do_not_fit_are_refused(place, args, said):
+def test_flags_that_do_not_fit_are_refused(joining, args, said):
   with pytest.raises(ConfigError, match=said):
-    place({}, *args)
+    joining({}, *args)
 
 
-def test_a_port_in_use_is_refused(place):
+def test_a_port_in_use_is_refused(joining):
   with socket.create_server(('', 0)) as server:
     port = server.getsockname()[1]
     with pytest.raises(ConfigError, match='cannot be listened at'):
-      place({}, *joined(0, 2, port))
-    assert place({}, *joined(1, 2, port))[0]
+      joining({}, *joined(0, 2, port))
+    assert joining({}, *joined(1, 2, port))[0]
+
+
+def assignments():
+  """Meshes, and ways to deal their devices to processes, at random among them."""
+  rng = random.Random(0)
+  for sizes in ((8, 1, 1), (2, 4, 1), (2, 1, 4), (1, 2, 4)):
+    for count in (2, 4):
+      for shuffled in (False, True):
+        order = rng.sample(range(8), 8) if shuffled else list(range(8))
+        yield sizes, np.split(np.array(order), count)
+
+
+def test_every_device_gets_its_part_of_the_same_global_batch():
+  """Against a plain slice of the batch that one process has."""
+  batch, shards, T = 16, 4, 8
+  tokens = [np.arange(i * T, (i + 1) * T) for i in range(50)]
+  plan = pack.pack(pack.concatenate(tokens, 500), T, 0)
+
+  def train(own=None):
+    return batches.TrainBatches(plan, batch=batch, shards=shards, seed=5, own=own)
+
+  plain = train()
+  whole = [next(plain) for _ in range(2)]
+  heldout = list(batches.heldout_batches(plan, batch))
+  for (fsdp, tensor, context), parts in assignments():
+    sizes = mesh.Config(fsdp=fsdp, tensor=tensor, context=context)
+    used = mesh.make(sizes)
+    with jax.set_mesh(used):
+      sharding = jax.NamedSharding(used, mesh.ids_BT)
+      places = sharding.devices_indices_map((batch, T))
+      devices = used.devices.reshape(-1)
+      for part in parts:
+        own = [devices[i] for i in part]
+        held = step.rows_held(batch, own)
+        # No row too many.
+        wanted = {r for d in own for r in range(batch)[places[d][0]]}
+        assert held.tolist() == sorted(wanted)
+        rows = train(held)
+        taken = [next(rows) for _ in range(2)]
+        taken += list(batches.heldout_batches(plan, batch, held))
+        for local, full in zip(taken, whole + heldout, strict=True):
+          for name, x in local.items():
+            for device in own:
+              found = step.part_held(x, held, places[device])
+              np.testing.assert_array_equal(found, full[name][places[device]])
+        assert rows.get_state() == plain.get_state()
+
+
+def test_put_makes_the_global_batch_from_what_is_held():
+  with jax.set_mesh(mesh.make(mesh.Config(fsdp=2, tensor=2, context=2))):
+    x = np.arange(64).reshape(8, 8)
+    found = step.put({'x': x}, 8)['x']
+    np.testing.assert_array_equal(found, x)
+    assert found.sharding.spec == mesh.ids_BT
+    assert step.put({'x': x})['x'].sharding == found.sharding

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import socket
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -30,7 +32,8 @@ from mtpjax.models import trunk
 
 # AT=n SIGNAL=s: this process gets signal s as it asks for its n-th batch, once the
 # file AFTER is there. NAN_AT=n: its n-th step starts from parameters that are not
-# numbers. MISSING: a package that is not there, installed or not.
+# numbers. HANG_AT=n: its n-th batch never comes. FAIL_AT=n: its n-th is an error.
+# MISSING: a package that is not there, installed or not.
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda n: None if n == os.environ.get('MISSING') else find(n)
 draw, compile_train = batches.TrainBatches.__next__, step.compile_train
@@ -44,6 +47,10 @@ def draw_counted(self):
     while not os.path.exists(os.environ.get('AFTER', '/')):
       time.sleep(0.01)
     os.kill(os.getpid(), int(os.environ['SIGNAL']))
+  if os.environ.get('HANG_AT') == str(drawn):
+    time.sleep(600)
+  if os.environ.get('FAIL_AT') == str(drawn):
+    raise sources.DataError('a bad row')
   return draw(self)
 
 
@@ -167,6 +174,31 @@ def environment(place, devices=1, **env):
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
     **{name: str(value) for name, value in env.items()},
   }
+
+
+def free_port():
+  with socket.create_server(('', 0)) as server:
+    return server.getsockname()[1]
+
+
+def joined(index, count, port):
+  """The flags of one process."""
+  return [
+    f'--coordinator=127.0.0.1:{port}',
+    f'--processes={count}',
+    f'--process={index}',
+  ]
+
+
+def finished(started, timeout=60):
+  """Each process's exit code, output and errors."""
+  done = []
+  for process in started:
+    out, errors = process.communicate(timeout=timeout)
+    done.append(
+      subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+    )
+  return done
 
 
 def ended_well(done):
