@@ -3,7 +3,8 @@
   python -m mtpjax.train --config=configs/quickstart.py [--workdir=runs/NAME]
 
 The same command again goes on from the newest checkpoint. SIGTERM and Ctrl-C save the
-step under way first. --dry_run compiles, says what it would take, and ends.
+step under way first; the exit code is then 143 or 130. --dry_run compiles, says what it
+would take, and ends.
 """
 
 import contextlib
