@@ -44,6 +44,10 @@ _OPTION = re.compile(r'--?config(?:\.([^=]+))?(?:=(.*))?', re.DOTALL)
 _HELP = ('--help', '-help', '-h', '-?', '--helpshort')
 
 
+class FailedError(Exception):
+  """No mistake, but it failed: the exit code is 1, and another try may go well."""
+
+
 def run(
   main: Callable[..., Any],
   *,
@@ -123,6 +127,7 @@ def run(
 
 @contextlib.contextmanager
 def _mistakes_exit(user_errors: tuple[type[Exception], ...]):
+  code = 2
   try:
     yield
   except KeyboardInterrupt:
@@ -132,12 +137,14 @@ def _mistakes_exit(user_errors: tuple[type[Exception], ...]):
     sys.exit(141)
   except flags.Error as error:
     cause, message = error, f'{error}; --help lists the flags'
+  except FailedError as error:
+    cause, message, code = error, str(error), 1
   except (ConfigError, *user_errors) as error:
     cause, message = error, str(error).strip() or type(error).__name__
   else:
     return
   sys.stderr.write('\n'.join(f'error: {message}'.splitlines()[:3]) + '\n')
-  raise SystemExit(2) from cause
+  raise SystemExit(code) from cause
 
 
 def _split(argv: list[str]) -> tuple[str | None, dict[str, str], list[str]]:

@@ -116,12 +116,18 @@ def main(config: configs.Config) -> int:
   stop = processes.Stop()
   run = begin(config)
   writer = metrics.Writer(run.directory.files, run.resumed_at, config.wandb)
-  with run.directory, writer, run.watch:
-    compile_steps(run, stop)
-    code = train(run, writer, stop)
-    if code is None:
-      stop.obey_at_once()  # all is saved
-      finish(run, writer)
+  try:
+    with run.directory, writer, run.watch:
+      compile_steps(run, stop)
+      code = train(run, writer, stop)
+      if code is None:
+        stop.obey_at_once()  # all is saved
+        finish(run, writer)
+  except BrokenPipeError:
+    raise
+  except (CheckpointError, workdir.WorkdirError, OSError) as error:
+    # The place could be written when the run began: a launcher should try again.
+    raise command.FailedError(str(error)) from error
   return code or 0
 
 

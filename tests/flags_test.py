@@ -50,6 +50,8 @@ def main(config=None):
     raise KeyError('a real bug')
   if WORKDIR.value == 'flag':
     print(config_flags.get_config_filename(absl_flags.FLAGS['config']))
+  if WORKDIR.value == 'again':
+    raise flags.FailedError('the network is gone')
   if WORKDIR.value == 'full':
     raise OSError('full: no space left; free some\\nlike\\nthis\\nor\\nthat')
   if config and config.steps == 0:
@@ -223,6 +225,11 @@ def test_without_a_config(demo):
   done = demo()
   assert (done.returncode, done.stdout) == (2, '')
   assert done.stderr.startswith('error: --config = None: a config is needed; name a')
+
+
+def test_what_failed_without_a_mistake_has_a_code_of_its_own(demo):
+  done = demo('--config=quick.py', '--workdir=again')
+  assert (done.returncode, done.stderr) == (1, 'error: the network is gone\n')
 
 
 def test_a_bug_shows_its_traceback(demo):

@@ -185,6 +185,30 @@ def test_sigterm_while_compiling_saves_the_first_step(place, train, straight):
 
 
 @pytest.mark.slow
+def test_a_place_that_fails_on_the_way_is_no_mistake(place):
+  """A launcher tries again after code 1, not after 2."""
+  workdir, go = place / 'fails', place / 'fails-go'
+  process = subprocess.Popen(
+    command_line(place, workdir),
+    env=environment(place, AT=3, SIGNAL=0, AFTER=go),
+    cwd=place,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  end = time.monotonic() + 120
+  while not (workdir / 'metrics.jsonl').exists() and time.monotonic() < end:
+    time.sleep(0.05)
+  (workdir / 'checkpoints').rmdir()
+  (workdir / 'checkpoints').write_text('in the way')
+  go.touch()
+  _, errors = process.communicate(timeout=120)
+  assert process.returncode == 1, errors
+  assert f'error: saving step 8 in {workdir}/checkpoints failed' in errors
+  assert 'Traceback' not in errors
+
+
+@pytest.mark.slow
 def test_changed_texts_are_refused_when_a_run_goes_on(place, train, tmp_path):
   shutil.copytree(place / 'text', tmp_path / 'text')
   args = [f'--config.data.source.files={tmp_path}/text/*.txt']
