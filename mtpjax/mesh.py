@@ -197,6 +197,6 @@ def moved(tree: Any) -> Any:
   mesh = jax.sharding.get_mesh()
 
   def one(x):
-    return jax.device_put(x, NamedSharding(mesh, x.sharding.spec))
+    return jax.device_put(x, NamedSharding(mesh, jax.typeof(x).sharding.spec))
 
   return jax.tree.map(one, tree)

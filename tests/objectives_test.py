@@ -22,7 +22,7 @@ from mtpjax.objectives import bag, token_order, windows
 ONE = {'fsdp': 1}
 EIGHT = {'fsdp': 2, 'context': 2, 'tensor': 2}
 KINDS = {'token_order': token_order.Config(window=4), 'bag': bag.Config(window=4)}
-V, B, T, D = 13, 4, 12, 6
+V, B, T, D = 13, 4, 12, 8
 
 
 def on(sizes):
