@@ -167,7 +167,7 @@ def test_what_cannot_run_is_refused_with_field_value_and_fix(changes, field, fix
     ({'data__length': 1}, 'length=1', '2 slots'),
     ({'data__batch': 12}, 'batch=12', 'such as 16'),
     ({'data__batch': 0}, 'batch=0', 'such as 8'),
-    ({'data__shards': 0}, 'shards=0', 'such as 1'),
+    ({'data__shards': 0}, 'shards=0', 'at least 1'),
   ],
 )
 def test_what_the_data_cannot_be_is_refused_with_field_value_and_fix(

@@ -53,7 +53,8 @@ def given_gradients(monkeypatch):
     once, seen = jax.jit(chex.assert_max_traces(update, n=1)), [(state, {})]
     for n, grads in enumerate(each):
       loss = jnp.float32(losses[n] if losses else 0)
-      state, metrics = once(state, {'grads': grads, 'loss': loss})
+      arrays = {'grads': grads, 'loss': loss, 'segments': jnp.ones((1, 1), jnp.int32)}
+      state, metrics = once(state, arrays)
       seen.append((state, metrics))
     return seen
 
