@@ -322,7 +322,7 @@ def _give_up(seconds: int) -> None:
     f'--join_timeout={seconds} s; see that process 0 runs there, that it can be '
     'reached, and that the others were started'
   )
-  _exit(2)
+  _exit(1)  # no mistake: a machine may be late, and a launcher should try again
 
 
 def _listen() -> None:
