@@ -6,8 +6,15 @@ import subprocess
 import time
 
 import pytest
-from processes_test import finished, free_port, joined
-from runs import assert_mistake, command_line, ended_well, environment
+from runs import (
+  assert_mistake,
+  command_line,
+  ended_well,
+  environment,
+  finished,
+  free_port,
+  joined,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -97,13 +104,12 @@ def said(done):
 TIME = ('--config.mesh.fsdp=1', '--config.mesh.context=8')
 
 
-def test_two_processes_evaluate_as_one(one, two, place):
+@pytest.mark.parametrize(
+  'sizes', [('--config.mesh.fsdp=8',), TIME], ids=['rows', 'time']
+)
+def test_two_processes_evaluate_as_one(one, two, place, sizes):
   alone, both, none = (place / f'{name}.json' for name in ('one', 'two', 'none'))
-  args = (
-    '--config.mesh.fsdp=8',
-    '--config.decode.tokens=12',
-    '--config.decode.prompts=5',
-  )
+  args = (*sizes, '--config.decode.tokens=12', '--config.decode.prompts=5')
   wanted = said(one('evaluate', *args, f'--json={alone}'))
   own = [f'--json={both}'], [f'--json={none}']
   first, second = two('evaluate', *args, own=own)
