@@ -28,9 +28,7 @@ def temporary_bytes(layers: int, drafter: Any, devices: int) -> int:
   with jax.set_mesh(mesh.make(config.mesh, jax.devices()[:devices])):
     configs.finalize(config)
     graphdef, params, _ = model.init(config.trunk, config.parts(), 0)
-    state = jax.eval_shape(
-      lambda params: step.init_state(params, config.optimizer, False), params
-    )
+    state = jax.eval_shape(lambda params: step.init_state(params, config), params)
     compiled = step.compile_train(graphdef, config, state)
   return compiled.memory_analysis().temp_size_in_bytes
 

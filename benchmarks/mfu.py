@@ -58,7 +58,7 @@ class Training:
     configs.finalize(config)
     self.config = config
     graphdef, _, make = model.init(config.trunk, config.parts(), config.seed)
-    self.state = jax.jit(lambda p: step.init_state(p, config.optimizer, False))(make())
+    self.state = jax.jit(lambda p: step.init_state(p, config))(make())
     began = time.perf_counter()
     self.step = step.compile_train(graphdef, config, self.state)
     self.compile_seconds = time.perf_counter() - began

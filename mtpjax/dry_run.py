@@ -120,12 +120,7 @@ def measure(config: configs.Config) -> dict[str, Any]:
       them in a step.
   """
   graphdef, params, _ = model.init(config.trunk, config.parts(), config.seed)
-  init_state = functools.partial(
-    step.init_state,
-    config=config.optimizer,
-    freeze_trunk=config.freeze_trunk,
-    tune=config.tune,
-  )
+  init_state = functools.partial(step.init_state, config=config)
   state, own = jax.eval_shape(init_state, params), params.get('objectives', {})
   began = time.monotonic()
   compiled = _compile(graphdef, config, state)

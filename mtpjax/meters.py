@@ -237,10 +237,8 @@ class Training:
     unknown = math.inf, math.inf, 0
     self._smooth, self._lowest, self._high = state['guard'] or unknown
     self._skipped, self.skipped = state['skipped']
-    self._before, self._all_tokens = (
-      tuple(state.get('speed', (0, 0.0))),
-      0,
-    )  # older checkpoints have none
+    self._before = tuple(state.get('speed', (0, 0.0)))  # older checkpoints have none
+    self._all_tokens = 0
     self.start()
 
   def add(self, step: int, out: dict, tokens: int) -> dict[str, Any]:

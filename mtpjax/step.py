@@ -27,24 +27,20 @@ class TrainState(TypedDict):
   spike: NotRequired[PyTree]  # statistics; with optimizer.skip
 
 
-def init_state(
-  params: dict,
-  config: optimizers.AdamW,
-  freeze_trunk: bool,
-  tune: tuple[str, ...] = (),
-) -> TrainState:
-  selection = tuning.select(params, freeze_trunk, tune)
+def init_state(params: dict, config: Any) -> TrainState:
+  selection = tuning.select(params, config.freeze_trunk, config.tune)
   trainable, _ = tuning.split(params, selection)
+  optimizer = config.optimizer
   state: TrainState = {
     'step': jnp.zeros((), jnp.int32),
     'params': params,
-    'opt': config.build().init(trainable),
+    'opt': optimizer.build().init(trainable),
   }
-  if config.ema is not None:
+  if optimizer.ema is not None:
     # A copy: a buffer that is in the state twice cannot be donated.
     state['ema'] = jax.tree.map(jnp.copy, optimizers.wide(trainable))
-  if config.skip is not None:
-    state['spike'] = config.skip.init()
+  if optimizer.skip is not None:
+    state['spike'] = optimizer.skip.init()
   return state
 
 

@@ -151,12 +151,7 @@ def begin(config: configs.Config) -> Run:
   graphdef, abstract, make_params = model.init(
     config.trunk, config.parts(), config.seed
   )
-  init_state = functools.partial(
-    step.init_state,
-    config=config.optimizer,
-    freeze_trunk=config.freeze_trunk,
-    tune=config.tune,
-  )
+  init_state = functools.partial(step.init_state, config=config)
   abstract_state = jax.eval_shape(init_state, abstract)
   plan, name = None, _WORKDIR.value or f'runs/{config.name}'
   # A run that goes on has no more need of the other, which may be gone.

@@ -29,7 +29,7 @@ def measured():
     configs.finalize(config)
     found = dry_run.measure(config)
     _, _, make = model.init(config.trunk, config.parts(), 0)
-    state = jax.jit(lambda p: step.init_state(p, config.optimizer, False))(make())
+    state = jax.jit(lambda p: step.init_state(p, config))(make())
     return found, state
 
 

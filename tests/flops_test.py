@@ -36,9 +36,7 @@ def compiled(drafter: str, remat: str) -> flops.Count:
   with one_device():
     configs.finalize(config)
     graphdef, params, _ = model.init(config.trunk, config.parts(), 0)
-    state = jax.eval_shape(
-      lambda params: step.init_state(params, config.optimizer, False), params
-    )
+    state = jax.eval_shape(lambda params: step.init_state(params, config), params)
     return flops.of_compiled(step.compile_train(graphdef, config, state))
 
 

@@ -16,6 +16,7 @@ from jax import ad_checkpoint
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from updates import on
 
 from mtpjax import config as configs
 from mtpjax import fields, flops, mesh, model, saved, step
@@ -29,12 +30,6 @@ from mtpjax.objectives import registers
 B, T, H, C = 4, 512, 4, 8
 DOCUMENTS = [(100, 29, 71, 258), (512,), (1, 127, 256), (330, 2)]  # the rest is padding
 ALONE = [(400,), (512,), (1,), (129,)]
-
-
-def on(**sizes):
-  config = mesh.Config(**{'fsdp': 1, **sizes})
-  count = math.prod(getattr(config, axis) for axis in mesh.AXES)
-  return jax.set_mesh(mesh.make(config, jax.devices()[:count]))
 
 
 def pretend(kind, platform, **sizes):

@@ -2,13 +2,12 @@
 losses, gradients, an update, and decodes."""
 
 import functools
-import math
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from decoding import SIZES, V, build, row
+from updates import on, packed, random_like
 
 from mtpjax import config as configs
 from mtpjax import losses, mesh, model, optimizers, schedules, step
@@ -71,13 +70,6 @@ KINDS: dict[str, tuple[tuple, dict]] = {
 }
 
 
-def on(sizes):
-  count = math.prod(sizes.values())
-  return jax.set_mesh(
-    mesh.make(mesh.Config(**{'fsdp': 1, **sizes}), jax.devices()[:count])
-  )
-
-
 def abstract(drafter):
   """(graphdef, shapes of parameters) of a small model to decode with."""
   sizes = trunk.Config(**{**SIZES, 'kv_heads': 4})
@@ -105,45 +97,15 @@ def settings(objectives, changes):
   return configs.finalize(config)
 
 
-def rows():
-  """Packed rows as the loader gives them."""
-  rng = np.random.default_rng(0)
-  arrays: dict[str, Any] = {
-    n: np.zeros((B, T), np.int32) for n in ('positions', 'segments')
-  }
-  for b, lengths in enumerate(DOCUMENTS):
-    for n, end in enumerate(np.cumsum(lengths)):
-      s = slice(end - lengths[n], end)
-      arrays['positions'][b, s] = np.arange(lengths[n])
-      arrays['segments'][b, s] = n + 1
-  arrays['tokens'] = rng.integers(0, V, (B, T), dtype=np.int32)
-  arrays['mask'] = rng.random((B, T)) < 0.8
-  return arrays
-
-
-def random_like(shapes):
-  """Gains around one, all else around zero; the same on every mesh."""
-  rng = np.random.default_rng(1)
-
-  def one(path, shape):
-    value = rng.normal(size=shape.shape) * 0.3 + path[-1].key.startswith('gain')
-    sharding = jax.NamedSharding(jax.sharding.get_mesh(), shape.sharding.spec)
-    return jax.device_put(value.astype(shape.dtype), sharding)
-
-  return jax.tree_util.tree_map_with_path(one, shapes)
-
-
 def update(sizes, kind):
   """(state, metrics) after a step."""
-  with on(sizes):
+  with on(**sizes):
     config = settings(*KINDS[kind])
     graphdef, shapes, _ = model.init(config.trunk, config.parts(), 0)
-    start = functools.partial(
-      step.init_state, config=config.optimizer, freeze_trunk=False
-    )
+    start = functools.partial(step.init_state, config=config)
     state = jax.jit(start)(random_like(shapes))
     run = step.compile_train(graphdef, config, state)
-    return run(state, step.put(rows()))
+    return run(state, step.put(packed(DOCUMENTS, T, V, 0.8)))
 
 
 @pytest.fixture(scope='module')
@@ -202,7 +164,7 @@ def test_a_step_is_that_of_one_device(sizes, kind, alone):
 
 def is_cut(parts):
   """Whether a document goes on across every border of time."""
-  segments = rows()['segments']
+  segments = packed(DOCUMENTS, T, V, 0.8)['segments']
   borders = range(T // parts, T, T // parts)
   on = (segments[:, n - 1] == segments[:, n] for n in borders)
   return all((same & (segments[:, 0] > 0)).any() for same in on)
@@ -223,13 +185,11 @@ def spread(tree):
 
 def test_only_replicas_and_vectors_hold_copies():
   """Of the state: parameters, both moments and the average."""
-  with on({'fsdp': 2, 'tensor': 2, 'context': 2}):
+  with on(fsdp=2, tensor=2, context=2):
     objectives, changes = KINDS['drafters']
     config = settings(objectives, {**changes, 'kv_heads': 4})
     _, shapes, _ = model.init(config.trunk, config.parts(), 0)
-    start = functools.partial(
-      step.init_state, config=config.optimizer, freeze_trunk=False
-    )
+    start = functools.partial(step.init_state, config=config)
     state = jax.eval_shape(start, shapes)
   found = spread(state)
   assert len(found) > 4 * 60
@@ -252,7 +212,7 @@ DRAFTERS = {
 
 @pytest.mark.parametrize('drafter', DRAFTERS)
 def test_a_decode_holds_a_share_of_rows_and_heads(drafter):
-  with on({'replica': 2, 'fsdp': 2, 'tensor': 2}):
+  with on(replica=2, fsdp=2, tensor=2):
     graphdef, shapes = abstract(DRAFTERS[drafter])
     plan = engine.Plan(draft=2, slots=64, chunk=4)
     args = (
@@ -302,7 +262,7 @@ SETTINGS = [
 
 def decode(sizes, drafter, values=None, streams=False):
   """(all that is said of each row, parameters)."""
-  with on(sizes):
+  with on(**sizes):
     graphdef, params = build(DRAFTERS[drafter], windows=(6, 0))
     if values is not None:  # its own may differ in their last bits
       params = jax.tree.map(lambda x, p: jax.device_put(x, p.sharding), values, params)

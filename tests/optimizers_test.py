@@ -128,7 +128,9 @@ def test_the_average_is_the_weighted_mean_of_what_updates_left(dtype, given_grad
 def test_the_average_shares_no_memory_with_the_parameters():
   """Both are donated to the step."""
   params = tensors('float32')
-  init = functools.partial(step.init_state, config=AdamW(ema=0.9), freeze_trunk=False)
+  init = functools.partial(
+    step.init_state, config=configs.Config(optimizer=AdamW(ema=0.9))
+  )
   for made in (init, jax.jit(init)):
     state = made(jax.tree.map(jnp.copy, params))
     places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
@@ -273,7 +275,7 @@ def test_a_run_that_goes_on_skips_what_the_straight_one_does(given_gradients, tm
   with on(fsdp=2):
     each = [drawn(seed, 'float32') for seed in range(1, 8)]
     straight = given_gradients(drawn(0, 'float32'), config, each, losses)
-    init = functools.partial(step.init_state, config=config, freeze_trunk=False)
+    init = functools.partial(step.init_state, config=configs.Config(optimizer=config))
     abstract = jax.eval_shape(init, straight[0][0]['params'])
     with checkpoint.Checkpoints(tmp_path, checkpoint.Config(every=1)) as saved:
       saved.save(4, straight[4][0], {}, wait=True)

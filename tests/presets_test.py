@@ -118,9 +118,7 @@ def test_states_and_activations_leave_room_in_a_chip(arg):
   with on(config.mesh):
     configs.finalize(config)
     _, params, _ = model.init(config.trunk, config.parts(), 0)
-    state = jax.eval_shape(
-      lambda params: step.init_state(params, config.optimizer, False), params
-    )
+    state = jax.eval_shape(lambda params: step.init_state(params, config), params)
     held = dry_run.bytes_per_device(state)
     parameters = dry_run.bytes_per_device(params)
     assert held == pytest.approx(3 * parameters, rel=1e-3)  # with two moments

@@ -61,7 +61,7 @@ def test_the_drafter_of_the_readme_learns():
     with jax.set_mesh(mesh.make(mesh.Config(fsdp=1), jax.devices()[:1])):
       config.finalize(c, 32)
       graphdef, _, make = model.init(c.trunk, c.parts(), 0)
-      state = step.init_state(make(), c.optimizer, False)
+      state = step.init_state(make(), c)
       train = step.compile_train(graphdef, c, state)
       ids = np.arange(16, dtype=np.int32)[None] + np.arange(8, dtype=np.int32)[:, None]
       ones = np.ones_like(ids)

@@ -89,7 +89,7 @@ def test_a_step_writes_the_new_state_into_the_old_one():
     config.data.length, config.data.batch = T, B
     configs.finalize(config)
     graphdef, _, make = model.init(config.trunk, config.parts(), 0)
-    state = jax.jit(lambda p: step.init_state(p, config.optimizer, False))(make())
+    state = jax.jit(lambda p: step.init_state(p, config))(make())
     compiled = step.compile_train(graphdef, config, state)
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     memory: Any = compiled.memory_analysis()

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import chex
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from updates import on, packed, random_like
 
 from mtpjax import config as configs
 from mtpjax import losses, mesh, model, optimizers, schedules, step
@@ -52,37 +53,9 @@ def settings(dtype: Literal['float32', 'float64'] = 'float64', **changes):
 
 
 def rows():
-  """Packed rows as the loader gives them."""
-  rng = np.random.default_rng(0)
-  names = ('positions', 'segments')
-  arrays: dict[str, Any] = {name: np.zeros((B, T), np.int32) for name in names}
-  for b, lengths in enumerate(DOCUMENTS):
-    for n, end in enumerate(np.cumsum(lengths)):
-      s = slice(end - lengths[n], end)
-      arrays['positions'][b, s] = np.arange(lengths[n])
-      arrays['segments'][b, s] = n + 1
-  arrays['tokens'] = rng.integers(0, V, (B, T), dtype=np.int32)
-  arrays['mask'] = rng.random((B, T)) < 0.6
+  arrays = packed(DOCUMENTS, T, V, 0.6)
   arrays['mask'][[0, 2]] = True
   return arrays
-
-
-def on(**sizes):
-  config = mesh.Config(**{'fsdp': 1, **sizes})
-  count = math.prod(getattr(config, axis) for axis in mesh.AXES)
-  return jax.set_mesh(mesh.make(config, jax.devices()[:count]))
-
-
-def random_like(shapes):
-  """Gains around one, all else around zero; the same on every mesh."""
-  rng = np.random.default_rng(1)
-
-  def one(path, shape):
-    value = rng.normal(size=shape.shape) * 0.3 + path[-1].key.startswith('gain')
-    sharding = jax.NamedSharding(jax.sharding.get_mesh(), shape.sharding.spec)
-    return jax.device_put(value.astype(shape.dtype), sharding)
-
-  return jax.tree_util.tree_map_with_path(one, shapes)
 
 
 def prepared(config):
@@ -278,7 +251,7 @@ def test_three_steps_are_those_of_adamw_and_one_compilation(alone):
   with jax.enable_x64(True), on():
     config = settings()
     graphdef, _ = prepared(config)
-    state = step.init_state(start, config.optimizer, False)
+    state = step.init_state(start, config)
 
     def update(state, arrays):
       return step.train_step(graphdef, config, state, arrays)
@@ -316,7 +289,7 @@ def test_a_frozen_trunk_stays_bit_identical_and_has_no_optimizer_state():
     config = settings(dtype='float32', freeze_trunk=True)
     assert config.optimizer.weight_decay == 0.1
     graphdef, params = prepared(config)
-    state = step.init_state(params, config.optimizer, True)
+    state = step.init_state(params, config)
     kept = sum(x.size for x in jax.tree.leaves(state['opt']))
     assert kept == 2 * sum(x.size for x in jax.tree.leaves(params['objectives'])) + 1
     once = jax.jit(functools.partial(step.train_step, graphdef, config))
@@ -347,7 +320,7 @@ def test_the_compiled_step_of_eight_devices_takes_its_own_state_again(kind):
     with jax.enable_x64(True), on(**sizes):
       config = settings(optimizer=OPTIMIZERS[kind])
       graphdef, params = prepared(config)
-      state = step.init_state(params, config.optimizer, False)
+      state = step.init_state(params, config)
       compiled = step.compile_train(graphdef, config, state)
       for _ in range(3):
         state, metrics = compiled(state, step.put(rows()))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from updates import on
 
 from mtpjax import losses, mesh
 from mtpjax.fields import ConfigError
@@ -125,12 +126,6 @@ def transcription(w, tokens, config):
 
 
 # ------------------------------------------------------------------------------ helpers
-
-
-def on(**sizes):
-  config = mesh.Config(**{'fsdp': 1, **sizes})
-  count = math.prod(getattr(config, axis) for axis in mesh.AXES)
-  return jax.set_mesh(mesh.make(config, jax.devices()[:count]))
 
 
 def put(x, spec=mesh.ids_BT):

@@ -1,6 +1,7 @@
-"""Train steps of given gradients, and sharded parameters of every kind."""
+"""Train steps of given gradients; rows and sharded parameters of every kind."""
 
 import math
+from typing import Any
 
 import chex
 import jax
@@ -20,6 +21,36 @@ def on(**sizes):
   config = mesh.Config(**{'fsdp': 1, **sizes})
   count = math.prod(getattr(config, axis) for axis in mesh.AXES)
   return jax.set_mesh(mesh.make(config, jax.devices()[:count]))
+
+
+def random_like(shapes):
+  """Gains around one, all else around zero; the same on every mesh."""
+  rng = np.random.default_rng(1)
+
+  def one(path, shape):
+    value = rng.normal(size=shape.shape) * 0.3 + path[-1].key.startswith('gain')
+    sharding = jax.NamedSharding(jax.sharding.get_mesh(), shape.sharding.spec)
+    return jax.device_put(value.astype(shape.dtype), sharding)
+
+  return jax.tree_util.tree_map_with_path(one, shapes)
+
+
+def packed(documents, length, vocab, share):
+  """Rows as the loader gives them, of documents of these lengths; that share of the
+  tokens may be targets."""
+  rng = np.random.default_rng(0)
+  shape = len(documents), length
+  arrays: dict[str, Any] = {
+    name: np.zeros(shape, np.int32) for name in ('positions', 'segments')
+  }
+  for b, lengths in enumerate(documents):
+    for n, end in enumerate(np.cumsum(lengths)):
+      s = slice(end - lengths[n], end)
+      arrays['positions'][b, s] = np.arange(lengths[n])
+      arrays['segments'][b, s] = n + 1
+  arrays['tokens'] = rng.integers(0, vocab, shape, dtype=np.int32)
+  arrays['mask'] = rng.random(shape) < share
+  return arrays
 
 
 def named(tree):
@@ -44,7 +75,7 @@ def given_gradients(monkeypatch):
     """[(state, metrics)], the start first: `state`, or a new one of the parameters."""
     config = configs.Config(optimizer=optimizer, **changes)
     if state is None:
-      state = step.init_state(params, optimizer, config.freeze_trunk, config.tune)
+      state = step.init_state(params, config)
     chex.clear_trace_counter()
 
     def update(state, arrays):

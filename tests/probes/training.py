@@ -141,7 +141,7 @@ def train(steps=6, watch=True, **changes):
   config = settings(**changes)
   graphdef, abstract, _ = model.init(config.trunk, config.parts(), config.seed)
   params = oracle.filled(abstract, plain=True)
-  state = step.init_state(params, config.optimizer, config.freeze_trunk)
+  state = step.init_state(params, config)
   batch = step.put(arrays())
 
   where = jax.tree.map(lambda x: x.sharding, state)
