@@ -3,6 +3,7 @@
 import copy
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -142,6 +143,21 @@ def test_who_never_arrives_is_waited_for_only_so_long(demo):
     assert f'127.0.0.1:{port} did not bring' in one.stderr
     assert '--join_timeout=2 s' in one.stderr
     assert 'Traceback' not in one.stderr
+
+
+def test_once_all_is_saved_sigterm_ends_with_143_at_once():
+  before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+  try:
+    stop = processes.Stop()
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.asked({}) == signal.SIGTERM  # noted, while training
+    stop.obey_at_once()
+    with pytest.raises(SystemExit) as ended:
+      signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
 
 
 def test_alone_nothing_is_started(demo):

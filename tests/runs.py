@@ -193,11 +193,15 @@ def joined(index, count, port):
 def finished(started, timeout=60):
   """Each process's exit code, output and errors."""
   done = []
-  for process in started:
-    out, errors = process.communicate(timeout=timeout)
-    done.append(
-      subprocess.CompletedProcess(process.args, process.returncode, out, errors)
-    )
+  try:
+    for process in started:
+      out, errors = process.communicate(timeout=timeout)
+      done.append(
+        subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+      )
+  finally:
+    for process in started:  # what hangs must not outlive its test
+      process.kill()
   return done
 
 
