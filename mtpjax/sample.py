@@ -45,6 +45,9 @@ _STOP = flags.DEFINE_multi_string(
 )
 _DRAFT = flags.DEFINE_integer('draft', None, 'drafts a round; default as trained')
 _RULE = flags.DEFINE_string('rule', 'rejection', 'how drafts of drawn text are judged')
+_CACHE = flags.DEFINE_string(
+  'cache', None, 'keeps keys and values in bfloat16 or int8; default as computed'
+)
 _LONGEST = flags.DEFINE_integer('longest', 4096, 'tokens of prompt and text, at most')
 saved.define_flags()
 processes.define_flags()
@@ -119,7 +122,7 @@ def _named_as_flags(given: list[tuple[str, dict[str, Any]]]) -> Iterator[None]:
   except fields.ConfigError as error:
     name = error.field.rpartition('.')[2]
     own = any(name in settings for _, settings in given)
-    if own or name not in (*_OWN, 'rule', 'longest'):
+    if own or name not in (*_OWN, 'rule', 'longest', 'cache'):
       raise
     flag = '--tokens' if name == 'budget' else f'--{name}'
     raise fields.ConfigError(flag, error.value, error.problem, error.fix) from None
@@ -155,6 +158,7 @@ def complete(given: list[tuple[str, dict[str, Any]]], config: configs.Config) ->
     draft=_DRAFT.value,
     rule=_RULE.value,
     longest=_LONGEST.value,
+    cache=_CACHE.value,
   )
   sampler = Sampler(decoder, run.tokenizer)
 
@@ -190,6 +194,7 @@ def complete(given: list[tuple[str, dict[str, Any]]], config: configs.Config) ->
       'compilations': len(decoder.compilations),
       'draft': decoder.draft,
       'rule': decoder.rule,
+      'cache': decoder.cache,
       'mtp': run.conventions,
       'conditions': {**metrics.conditions(), 'mesh': mesh.axis_sizes()},
     }

@@ -461,6 +461,7 @@ def test_decoders_that_cannot_be_made(natural, plain, unchecked):
     ({'longest': 64.5}, ('longest = 64.5', 'use an int')),
     ({'longest': 0}, ('longest = 0', 'at least 1')),
     ({'chunk': 0}, ('chunk = 0', 'at least 1')),
+    ({'cache': 'int4'}, ("cache = 'int4'", 'use bfloat16 or int8, or None')),
   ]:
     with on_mesh(fsdp=1), pytest.raises(ConfigError) as error:
       generate.Decoder(graphdef, params, **changes)

@@ -245,12 +245,14 @@ class Room:
     length: positions of a row, junk rows past its end included.
     block: rows that `absorb` gets at once, at most.
     draft: tokens of a draft, at most.
+    cache: what keys and values are kept in; None is the dtype of compute.
   """
 
   batch: int
   length: int
   block: int
   draft: int
+  cache: str | None = None
 
 
 class Drafter(Objective):

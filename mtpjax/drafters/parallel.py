@@ -158,9 +158,12 @@ class Parallel(base.Drafter):
 
   def init_state(self, room: base.Room) -> State:
     shape = (room.batch, room.draft, self.sizes.width)
-    size = (self.sizes, room.batch, room.length, self.window, room.block)
+    size = (room.batch, room.length, self.window, room.block, room.cache)
     return State(
-      [cache.empty(*size) if self.attends else None for _ in range(room.draft)],
+      [
+        cache.empty(self.sizes, *size) if self.attends else None
+        for _ in range(room.draft)
+      ],
       jnp.zeros(shape, self.sizes.dtype, out_sharding=P(mesh.BATCH, None, None)),
     )
 

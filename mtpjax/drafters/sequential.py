@@ -241,7 +241,7 @@ class Sequential(base.Drafter):
     ids = jnp.zeros(shape[:2], jnp.int32, out_sharding=mesh.whole_BT)
     last = act[:, 0]
     # `depth` recomputes its last rows each round, from positions before 0 on at first.
-    size = (room.length + before, self.window, room.block + before)
+    size = (room.length + before, self.window, room.block + before, room.cache)
     return State(
       [cache.empty(self.sizes, room.batch, *size) for _ in range(count)],
       jax.reshard(jnp.zeros((room.batch,), jnp.int32), mesh.ids_B),

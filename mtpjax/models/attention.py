@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from mtpjax import mesh
 from mtpjax.models import layers
@@ -147,13 +147,19 @@ def attend(
 
 def attend_cached(
   q_BTHC: Float[Array, 'B T H C'],
-  k_BGSC: Float[Array, 'B G S C'],
-  v_BGSC: Float[Array, 'B G S C'],
+  k_BGSC: Num[Array, 'B G S C'],
+  v_BGSC: Num[Array, 'B G S C'],
   seen_BTS: Bool[Array, 'B T S'],
   softcap: float | None = None,
+  scales: tuple[Float[Array, 'B G S 1'], Float[Array, 'B G S 1']] | None = None,
 ) -> Float[Array, 'B T H C']:
   """`attend` for few queries and many cached keys, which are read where they lie: the
-  queries of a group are rows of one matrix product."""
+  queries of a group are rows of one matrix product.
+
+  Args:
+    scales: of int8 keys and values. Scores are multiplied by the former, probabilities
+      by the latter, so that nothing is multiplied out over C.
+  """
   B, T, H, C = q_BTHC.shape
   G = k_BGSC.shape[1]
   Q, wide = H // G, layers.wide(q_BTHC.dtype)
@@ -166,7 +172,11 @@ def attend_cached(
   q = jax.reshard(q, P(mesh.BATCH, None, heads, inner, None))
   spec = P(mesh.BATCH, heads, inner, None)
   q = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape((B, G, Q * T, C), out_sharding=spec)
-  scores = jnp.einsum('BGNC,BGSC->BGNS', q, k_BGSC, preferred_element_type=wide)
+  keys = k_BGSC.astype(q.dtype)
+  scores = jnp.einsum('BGNC,BGSC->BGNS', q, keys, preferred_element_type=wide)
+  if scales is not None:
+    k_BG1S, v_BG1S = (jnp.swapaxes(x, 2, 3) for x in scales)
+    scores = scores * k_BG1S
   scores = layers.softcap(scores * C**-0.5, softcap)
   seen = jnp.broadcast_to(
     jax.reshard(seen_BTS, P(mesh.BATCH, None, None))[:, None, None],
@@ -177,7 +187,9 @@ def attend_cached(
   )
   scores = jnp.where(seen, scores, MASKED)
   p = jnp.exp(scores - jnp.max(scores, -1, keepdims=True))
-  out = jnp.einsum('BGNS,BGSC->BGNC', p.astype(v_BGSC.dtype), v_BGSC)
+  share = p if scales is None else p * v_BG1S
+  values = v_BGSC.astype(q.dtype)
+  out = jnp.einsum('BGNS,BGSC->BGNC', share.astype(q.dtype), values)
   out = (out / jnp.sum(p, -1, keepdims=True)).astype(q_BTHC.dtype)
   spec = P(mesh.BATCH, heads, inner, None, None)
   out = jnp.transpose(out.reshape((B, G, Q, T, C), out_sharding=spec), (0, 3, 1, 2, 4))

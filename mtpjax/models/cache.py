@@ -8,27 +8,60 @@ so rolling back is a matter of the length alone.
 A layer with a window keeps a ring of `window + block` slots, block being the most rows
 written at once: what a block overwrites is out of sight of every later row, even if all
 but one of the block is rolled back.
+
+Buffers are in the dtype of compute, in bfloat16, or in int8 with a scale for each row
+and head of a slot. What is new is read back from there too, so a row sees the same
+numbers whether it was written alone or in a block.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from mtpjax import mesh
-from mtpjax.models import attention
-from mtpjax.models.attention import Rows
+from mtpjax.models import attention, layers
+from mtpjax.models.attention import Leaf, Rows
 from mtpjax.models.block import Look
 
-# Keys and values of one layer, each [B, G, S, C]; S is a layer's own. Heads first: XLA
-# on CPU would transpose every slot of a [B, S, G, C] buffer in every pass (measured:
-# 103 ms against 6 at 4,096 slots).
-LayerCache = tuple[Array, Array]
+KINDS = ('bfloat16', 'int8')  # beside the dtype of compute
+LARGEST = 127  # of an int8 number's magnitude
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class LayerCache:
+  """Keys and values of one layer; slots are axis 2 of every array, S a layer's own.
+
+  Heads first: XLA on CPU would transpose every slot of a [B, S, G, C] buffer in every
+  pass (measured: 103 ms against 6 at 4,096 slots).
+
+  Attributes:
+    keys, values: [B, G, S, C].
+    key_scales, value_scales: what a slot's int8 numbers are multiplied by, float32 or
+      wider [B, G, S, 1]; None where they are no int8.
+  """
+
+  keys: Leaf
+  values: Leaf
+  key_scales: Leaf = None
+  value_scales: Leaf = None
+
+  @property
+  def scales(self) -> tuple[Array, Array] | None:
+    return None if self.key_scales is None else (self.key_scales, self.value_scales)
 
 
 def empty(
-  config, batch: int, slots: int, window: int = 0, block: int = 1
+  config,
+  batch: int,
+  slots: int,
+  window: int = 0,
+  block: int = 1,
+  kind: str | None = None,
 ) -> LayerCache:
   """A layer's buffers, sharded over batch and heads.
 
@@ -36,13 +69,26 @@ def empty(
     slots: positions of a row, `before` included.
     window: of the layer; 0 sees everything.
     block: rows written at once, at most.
+    kind: what they are kept in; None is the dtype of compute.
   """
   if window:
     slots = min(slots, window + block)
   shape = (batch, config.kv_heads, slots, config.head_width)
   spec = mesh.cached_keys(config.kv_heads)
-  zeros = jnp.zeros(shape, config.dtype, out_sharding=spec)
-  return zeros, jnp.zeros_like(zeros)
+  zeros = jnp.zeros(shape, config.dtype if kind is None else kind, out_sharding=spec)
+  if kind != 'int8':
+    return LayerCache(zeros, jnp.zeros_like(zeros))
+  wide = layers.wide(config.dtype)
+  scales = jnp.zeros((*shape[:3], 1), wide, out_sharding=spec)
+  return LayerCache(zeros, jnp.zeros_like(zeros), scales, jnp.zeros_like(scales))
+
+
+def quantised(x: Array) -> tuple[Array, Array]:
+  """int8 numbers [..., C] and the scales [..., 1] that make them x to half a scale."""
+  x = x.astype(layers.wide(x.dtype))
+  scale = jnp.max(jnp.abs(x), -1, keepdims=True) / LARGEST
+  # Zeros have no scale; what is no number keeps one that is none either.
+  return jnp.round(x / jnp.where(scale == 0, 1, scale)).astype(jnp.int8), scale
 
 
 def positions(start_B: Int[Array, ' B'], count: int) -> Int[Array, 'B T']:
@@ -134,18 +180,29 @@ def look_at_cache(
   write = put_around if window else put
 
   def look(q, k, v):
-    keys, values = (
-      write(old, jnp.swapaxes(new, 1, 2), start_B + before, axis=2)
-      for old, new in zip(cache, (k, v), strict=True)
+    k_BGTC, v_BGTC = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    new = LayerCache(k_BGTC, v_BGTC)
+    if cache.scales is not None:
+      (keys, k_scales), (values, v_scales) = quantised(k_BGTC), quantised(v_BGTC)
+      new = LayerCache(keys, values, k_scales, v_scales)
+    kept = jax.tree.map(
+      lambda old, rows: write(old, rows, start_B + before, axis=2), cache, new
     )
     at_BT = positions(start_B, q.shape[1])
-    at_BS = held(start_B + q.shape[1] - 1, keys.shape[2], before)
+    at_BS = held(start_B + q.shape[1] - 1, kept.keys.shape[2], before)
     seen = attention.visibility(
       Rows(at_BT, jnp.ones_like(at_BT)),
       Rows(at_BS, (at_BS >= 0).astype(at_BT.dtype)),
       window,
     )
-    out = attention.attend_cached(q, keys, values, seen, config.attention_softcap)
-    return out, (keys, values)
+    out = attention.attend_cached(
+      q,
+      kept.keys,
+      kept.values,
+      seen,
+      config.attention_softcap,
+      kept.scales,
+    )
+    return out, kept
 
   return look

@@ -75,6 +75,7 @@ class Plan:
   slots: int  # tokens of a row, prompt and new ones
   chunk: int = 64  # tokens of a prompt read at once
   rule: str = 'rejection'
+  cache: str | None = None  # of keys and values; None: the dtype of compute
 
 
 def lay_out(graphdef: Any, params: PyTree) -> PyTree:
@@ -141,7 +142,7 @@ def prefill(
   B, P = prompts_BP.shape
   # Junk rows of a chunk or a draft may be written past the last token, never clamped.
   block = max(plan.chunk, plan.draft + 1)
-  room = base.Room(B, plan.slots + block, block, plan.draft)
+  room = base.Room(B, plan.slots + block, block, plan.draft, plan.cache)
   zeros = jax.reshard(jnp.zeros((B,), jnp.int32), mesh.ids_B)
   counts = jnp.zeros((B, plan.draft), jnp.int32, out_sharding=mesh.whole_BT)
   tokens = jnp.pad(cache.whole(prompts_BP), ((0, 0), (0, room.length - P)))
@@ -154,7 +155,7 @@ def prefill(
     logprobs=jnp.zeros_like(tokens, jnp.float32),
     drafted=jnp.zeros_like(tokens, bool),
     caches=[
-      cache.empty(config, B, room.length, config.window(n), block)
+      cache.empty(config, B, room.length, config.window(n), block, plan.cache)
       for n in range(len(layers))
     ],
     drafter=part.init_state(room) if part else None,

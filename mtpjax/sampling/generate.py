@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from mtpjax import mesh
 from mtpjax.drafters import base
 from mtpjax.fields import ConfigError
+from mtpjax.models.cache import KINDS
 from mtpjax.sampling import engine, filters, verify
 from mtpjax.sampling.filters import Sampling, Settings
 from mtpjax.sampling.stats import Stats
@@ -76,6 +77,8 @@ class Decoder:
     longest: tokens of a row, prompt and new ones, at most; never more than a trunk
       with learned positions has.
     chunk: tokens of a prompt read at once.
+    cache: what keys and values are kept in, 'bfloat16' or 'int8'; None is the dtype of
+      compute. Text may differ a little, with drafts and without in the same way.
 
   Raises:
     ConfigError: what cannot be done, before anything compiles.
@@ -90,9 +93,13 @@ class Decoder:
     rule: str = 'rejection',
     longest: int = 4096,
     chunk: int = 64,
+    cache: str | None = None,
   ):
     if rule not in verify.RULES:
       raise ConfigError('rule', rule, 'is no rule', f'use {" or ".join(verify.RULES)}')
+    if cache not in (None, *KINDS):
+      fix = f'use {" or ".join(KINDS)}, or None for the dtype of compute'
+      raise ConfigError('cache', cache, 'is nothing to keep keys and values in', fix)
     for name, value in (('longest', longest), ('chunk', chunk), ('draft', draft)):
       if value is not None and (name != 'draft' or type(value) is not int):
         filters.check_whole(name, value)
@@ -103,7 +110,7 @@ class Decoder:
     self.vocab: int = _vocab(graphdef, params)
     learned = nnx.merge(graphdef, params).trunk.config.learned_positions
     self.longest = longest if learned is None else min(longest, learned)
-    self.rule, self.chunk = rule, chunk
+    self.rule, self.chunk, self.cache = rule, chunk, cache
     self._graphdef = graphdef
     self._mesh = mesh.whole_in_time()
     self.take(params)
@@ -240,7 +247,7 @@ class Decoder:
     name = (what, *sizes, self.draft)
     if name not in self._compiled:
       began = time.monotonic()
-      plan = engine.Plan(self.draft, sizes[1], self.chunk, self.rule)
+      plan = engine.Plan(self.draft, sizes[1], self.chunk, self.rule, self.cache)
       run = functools.partial(getattr(engine, what), self._graphdef, plan)
       donate = (1,) if what == 'one_round' else ()
       with jax.set_mesh(self._mesh):
