@@ -343,6 +343,9 @@ def test_one_compilation_serves_all_settings(natural):
             seed=n + b,
             stop=tuple(range(n)),
             draft=[None, 0, 1, 2, 3, 4][n],
+            logit_bias=dict.fromkeys(range(n), 0.5),
+            repetition_penalty=1 + 0.1 * n,
+            frequency_penalty=0.1 * b,
           )
           for b in range(5 + n % 4)
         ]

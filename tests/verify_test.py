@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtpjax import mesh
-from mtpjax.sampling import filters, verify
+from mtpjax.sampling import filters, processors, verify
 
 ROWS = 100_000
 
@@ -36,7 +36,10 @@ def sampling(rows, **settings):
     for name, value in values.items()
   }
   return filters.Sampling(
-    **arrays, seed=jnp.arange(rows), stop=jnp.full((rows, 1), -1, jnp.int32)
+    **arrays,
+    seed=jnp.arange(rows),
+    stop=jnp.full((rows, 1), -1, jnp.int32),
+    processing=processors.arrays([filters.Settings()] * rows),
   )
 
 

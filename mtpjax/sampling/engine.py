@@ -22,7 +22,7 @@ from mtpjax.drafters import base
 from mtpjax.models import block as blocks
 from mtpjax.models import cache, trunk
 from mtpjax.models.attention import Leaf
-from mtpjax.sampling import filters, verify
+from mtpjax.sampling import filters, processors, verify
 from mtpjax.sampling.filters import Sampling
 
 LIVE, STOP, LENGTH, FAILED = range(4)  # why a row ended
@@ -178,8 +178,9 @@ def prefill(
     ends = (count > 0) & (start + count == lengths_B)
     hidden = cache.take(out.hidden, jnp.maximum(count - 1, 0), 1)
     logits = _logits(model, hidden)
-    none = jnp.zeros((B, 0), jnp.int32, out_sharding=mesh.whole_BT)
-    verdict = _judge(plan, logits, none, None, zeros, sampling, zeros)
+    past = _history(model, state, sampling)
+    judged = _processed(logits, sampling, _none(B), past)
+    verdict = _judge(plan, judged, _none(B), None, zeros, sampling, zeros)
     state = dataclasses.replace(state, caches=caches)
     first = verdict.after[:, None]
     state = _commit(
@@ -218,11 +219,11 @@ def one_round(
   last = cache.take(state.tokens, start, 1)
   left = sampling.budget - (state.length - state.prompt)
   count = jnp.clip(jnp.minimum(sampling.draft, left - 1), 0, K)
-  drafted, q = jnp.zeros((B, 0), jnp.int32, out_sharding=mesh.whole_BT), None
+  drafted, q = _none(B), None
+  past = _history(model, state, sampling)
   if part:
-    draft, drafter = part.propose(
-      model.trunk, state.caches, state.drafter, K, _choice(sampling, state.rounds)
-    )
+    choose = _choice(sampling, state.rounds, past)
+    draft, drafter = part.propose(model.trunk, state.caches, state.drafter, K, choose)
     state = dataclasses.replace(state, drafter=drafter)
     drafted, q = cache.whole(draft.tokens), draft.q
     count = jnp.minimum(count, draft.count)
@@ -232,7 +233,8 @@ def one_round(
     layers, x, start, state.caches, model.trunk.config, model.needs
   )
   logits = _logits(model, out.hidden)
-  verdict = _judge(plan, logits, drafted, q, count, sampling, state.rounds + 1)
+  judged = _processed(logits, sampling, drafted, past)
+  verdict = _judge(plan, judged, drafted, q, count, sampling, state.rounds + 1)
 
   # The accepted drafts, then the token after them.
   place = jnp.arange(K + 1)[None] == verdict.accepted[:, None]
@@ -267,6 +269,11 @@ def _drafter(model, plan: Plan):
   return model.objectives['drafter'] if plan.draft else None
 
 
+def _none(B: int) -> Array:
+  """No drafts, [B, 0]."""
+  return jnp.zeros((B, 0), jnp.int32, out_sharding=mesh.whole_BT)
+
+
 def _bounded(plan: Plan, sampling: Sampling, prompt_B: Array) -> Sampling:
   """A row ends where its buffer does: past it, a write would spoil committed tokens."""
   budget = jnp.minimum(sampling.budget, plan.slots - prompt_B)
@@ -277,6 +284,24 @@ def _logits(model, hidden_BTD) -> Array:
   """[B, T, V] in float32 or wider, whole in V: sampling looks up and sorts."""
   return cache.whole(
     losses.head_logits(model.trunk.final_norm(hidden_BTD), model.trunk.head())
+  )
+
+
+def _history(model, state: State, sampling: Sampling) -> processors.History:
+  return processors.history(
+    state.tokens,
+    state.prompt,
+    state.length,
+    sampling.processing,
+    len(model.trunk.head().w_VD),
+  )
+
+
+def _processed(logits, sampling: Sampling, drafted, past: processors.History) -> Array:
+  """Rows judged by what is before them; the last one follows all drafts of a chain."""
+  before = processors.chain(drafted, logits.shape[1])
+  return processors.processed(
+    logits, sampling.processing, sampling.stop, past, drafted, before
   )
 
 
@@ -295,11 +320,13 @@ def _judge(
   return jax.lax.cond(jnp.any(sampling.temperature > 0), drawn, greedy)
 
 
-def _choice(sampling: Sampling, rounds_B) -> base.Choose:
+def _choice(sampling: Sampling, rounds_B, past: processors.History) -> base.Choose:
   """Draws drafts as the trunk's own tokens are drawn, from a stream of their own."""
+  earlier = []
 
   def choose(logits_BV, k):
-    logits = cache.whole(logits_BV)[:, None]
+    drafted = jnp.stack(earlier[:k], 1) if k else _none(len(rounds_B))
+    logits = _processed(cache.whole(logits_BV)[:, None], sampling, drafted, past)
 
     def drawn():
       p = filters.probabilities(logits, sampling)
@@ -311,7 +338,9 @@ def _choice(sampling: Sampling, rounds_B) -> base.Choose:
         logits[:, 0]
       )
 
-    return jax.lax.cond(jnp.any(sampling.temperature > 0), drawn, greedy)
+    token, q = jax.lax.cond(jnp.any(sampling.temperature > 0), drawn, greedy)
+    earlier[k:] = [token]
+    return token, q
 
   return choose
 

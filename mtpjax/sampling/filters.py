@@ -1,4 +1,5 @@
-"""From logits to the distribution that is sampled: temperature, top-k, top-p, min-p.
+"""From logits to the distribution that is sampled: temperature, top-k, top-p, min-p,
+after what `processors` does.
 
 All in float32 or wider, each setting a row's own, greedy rows among them: where the
 temperature is 0 a row becomes one-hot at its most likely token, the lowest id on ties,
@@ -8,7 +9,7 @@ so that the rules in `verify` need not know of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ from jaxtyping import Array, Float, Key
 from mtpjax import mesh
 from mtpjax.fields import ConfigError
 from mtpjax.models.attention import Leaf
+from mtpjax.sampling import processors
+from mtpjax.sampling.processors import Processing
 
 STOPS = 16  # stop tokens of a row, at most: a shape that is compiled for
 
@@ -40,6 +43,15 @@ class Settings:
       what ends a document, where a tokenizer says so: a `Sampler` then stops at its
       `end`. () is no stop at all.
     draft: tokens to draft a round, at most; None is as many as was compiled for.
+    logit_bias: what is added to the logit of a token, by its id; -inf bans it.
+    min_tokens: new tokens before a token of `stop` may come.
+    repetition_penalty: of tokens in prompt and text: logits above 0 are divided by it,
+      those below multiplied (Keskar et al. 2019); 1 is off.
+    presence_penalty: taken off the logit of every token in the text; 0 is off.
+    frequency_penalty: the same for every time that it is there; 0 is off.
+
+  The last five apply in this order, before the temperature. What a token is judged by
+  is the text before it, drafts among it.
   """
 
   budget: int = 64
@@ -50,12 +62,21 @@ class Settings:
   seed: int = 0
   stop: tuple[int, ...] | None = None
   draft: int | None = None
+  logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+  min_tokens: int = 0
+  repetition_penalty: float = 1.0
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
+
+  def __post_init__(self):
+    if isinstance(self.logit_bias, Mapping):  # settings are hashable
+      object.__setattr__(self, 'logit_bias', tuple(self.logit_bias.items()))
 
   def check(self, vocab: int) -> None:
     """Raises ConfigError on what cannot be honoured."""
-    whole = ('budget', 'top_k', 'seed', *(['draft'] if self.draft is not None else []))
-    for name in whole:
-      check_whole(name, getattr(self, name))
+    for name in ('budget', 'top_k', 'seed', 'min_tokens', 'draft'):
+      if name != 'draft' or self.draft is not None:
+        check_whole(name, getattr(self, name))
     for name in ('temperature', 'top_p', 'min_p'):
       value = getattr(self, name)
       if isinstance(value, bool) or not isinstance(value, int | float | np.number):
@@ -69,6 +90,7 @@ class Settings:
       raise ConfigError('top_p', self.top_p, 'is not in (0, 1]', 'use 1 for off')
     if not 0 <= self.min_p <= 1:
       raise ConfigError('min_p', self.min_p, 'is not in [0, 1]', 'use 0 for off')
+    processors.check(self, vocab)
     if self.stop is None:
       return
     if not isinstance(self.stop, tuple | list):
@@ -122,6 +144,7 @@ def arrays(
     seed=jax.device_put(seeds, mesh.ids_B),
     draft=jax.device_put(np.array(drafts, np.int32), mesh.ids_B),
     stop=jax.device_put(stop, mesh.whole_BT),
+    processing=processors.arrays(settings),
   )
 
 
@@ -141,6 +164,7 @@ class Sampling:
     budget: int; new tokens at most.
     draft: int; tokens to draft a round, at most.
     stop: int [B, n]; a token among them ends its row and is the last; -1 is none.
+    processing: what changes logits before all of this.
   """
 
   temperature: Leaf
@@ -151,6 +175,7 @@ class Sampling:
   budget: Leaf
   draft: Leaf
   stop: Leaf
+  processing: Processing
 
 
 def probabilities(
