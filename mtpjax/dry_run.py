@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import math
 import os
+import re
 import time
 from typing import Any
 
@@ -30,10 +31,18 @@ def define_flags() -> None:
   saved.define_json()
 
 
+def refuse_flags() -> None:
+  """Raises ConfigError where training would not look at what was asked for."""
+  for name in ('topology', 'json'):
+    if (value := flags.FLAGS[name].value) is not None:
+      fix = 'add --dry_run, or leave it out'
+      raise ConfigError(f'--{name}', value, 'is of --dry_run alone', fix)
+
+
 def main(config: configs.Config) -> int:
   out = saved.output()
   devices = None
-  if flags.FLAGS.topology:
+  if flags.FLAGS.topology is not None:
     devices = topology(flags.FLAGS.topology)
     config.trunk.dtype = config.trunk.dtype or 'bfloat16'
   jax.set_mesh(mesh.make(config.mesh, devices))
@@ -79,7 +88,12 @@ def topology(name: str) -> list[Any]:
     ConfigError: no such slice, or no libtpu.
   """
   version, _, size = name.partition(':')
-  if version == 'cpu' and size.isdigit():
+  fix = 'write a version and its chips, e.g. v5e:4x4, v5p:4x4x4, v6e:8x8 or cpu:64'
+  if not re.fullmatch(r'\w+:[1-9]\d*(x[1-9]\d*)*', name, re.ASCII):
+    raise ConfigError('--topology', name, 'is no slice', fix)
+  if version == 'cpu':
+    if not re.fullmatch(r'\d{1,4}', size):  # XLA makes each of them
+      raise ConfigError('--topology', name, 'is no number below 10,000', 'use cpu:64')
     try:
       jax.config.update('jax_num_cpu_devices', int(size))
     except RuntimeError:
@@ -99,7 +113,6 @@ def topology(name: str) -> list[Any]:
     return list(topologies.get_topology_desc(name, platform='tpu').devices)
   except (RuntimeError, ValueError) as error:
     said = ' '.join(str(error).split())[:200]
-    fix = 'write a version and its chips, e.g. v5e:4x4, v5p:4x4x4 or v6e:8x8'
     raise ConfigError('--topology', name, f'is no slice: {said}', fix) from None
 
 

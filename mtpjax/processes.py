@@ -149,6 +149,8 @@ class Stop:
 
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if self._received:  # during the last step or its save, which nobody asks after
+      leave(self._received, None)
 
 
 class Watch(contextlib.AbstractContextManager):
@@ -214,7 +216,7 @@ def _join() -> bool:
     missing = ('--coordinator', '--processes', '--process')[values.index(None)]
     fix = 'give --coordinator=HOST:PORT, --processes and --process, or none of them'
     raise ConfigError(missing, None, 'is missing', fix)
-  elif not (address.rpartition(':')[0] and address.rpartition(':')[2].isdigit()):
+  elif not _is_address(address):
     fix = 'write HOST:PORT, such as 10.0.0.1:9876'
     raise ConfigError('--coordinator', address, 'is no address', fix)
   elif count < 1 or not 0 <= index < count:
@@ -257,6 +259,12 @@ def _join() -> bool:
   return True
 
 
+def _is_address(text: str) -> bool:
+  host, _, port = text.rpartition(':')
+  # With port 0 each process would take another.
+  return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
+
+
 def _check_port(address: str) -> None:
   """JAX ends in a segmentation fault, or shares the port with another job."""
   both = socket.has_dualstack_ipv6()
@@ -264,7 +272,7 @@ def _check_port(address: str) -> None:
   place = '', int(address.rpartition(':')[2])
   try:
     socket.create_server(place, family=family, dualstack_ipv6=both).close()
-  except (OSError, OverflowError) as error:
+  except OSError as error:
     problem, fix = f'cannot be listened at: {error}', 'use another port'
     raise ConfigError('--coordinator', address, problem, fix) from None
 

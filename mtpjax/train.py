@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 import signal
+import tempfile
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from mtpjax import (
   meters,
   metrics,
   model,
+  paths,
   processes,
   step,
   terminal,
@@ -113,6 +115,7 @@ class Run:
 def main(config: configs.Config) -> int:
   if flags.FLAGS.dry_run:
     return dry_run.main(config)
+  dry_run.refuse_flags()
   stop = processes.Stop()
   run = begin(config)
   writer = metrics.Writer(run.directory.files, run.resumed_at, config.wandb)
@@ -134,8 +137,8 @@ def main(config: configs.Config) -> int:
 def begin(config: configs.Config) -> Run:
   """Everything that can be refused is refused before anything compiles."""
   clock = meters.Clock()
-  if config.compilation_cache:
-    jax.config.update('jax_compilation_cache_dir', config.compilation_cache)
+  if config.compilation_cache is not None:
+    keep_compiled(config.compilation_cache)
   jax.set_mesh(mesh.make(config.mesh))
   configs.finalize(config)
   data = batches.open_data(config.data, config.seed)
@@ -217,6 +220,19 @@ def begin(config: configs.Config) -> Run:
   say(f'{config.name}: {every:,} parameters{some}, {data}, in {directory}')
   run.answers = answers.Answers(graphdef, data.heldout, config.evaluation.problems)
   return run
+
+
+def keep_compiled(directory: str) -> None:
+  """Raises ConfigError where that cannot be; JAX would warn, and compile each time."""
+  path = paths.at(directory)
+  try:
+    if not paths.is_bucket(path):
+      path.mkdir(parents=True, exist_ok=True)
+      tempfile.TemporaryFile(dir=path).close()
+  except OSError as error:
+    problem, fix = f'cannot be written: {error.strerror}', 'name another directory'
+    raise ConfigError('compilation_cache', directory, problem, fix) from None
+  jax.config.update('jax_compilation_cache_dir', str(path))
 
 
 def compile_steps(run: Run, stop: processes.Stop) -> None:

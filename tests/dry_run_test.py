@@ -152,7 +152,19 @@ def test_tpus_that_are_not_here_take_libtpu(monkeypatch):
     dry_run.topology('v5e:2x2')
 
 
-@pytest.mark.parametrize('name', ['v5e:2x3', 'v9:2x2', 'cpu', 'cpu:many'])
+@pytest.mark.parametrize('name', ['v5e:2x3', 'v9:2x2'])
 def test_a_slice_that_is_none_is_refused(name):
   with pytest.raises(ConfigError, match=r'--topology = '):
+    dry_run.topology(name)
+
+
+@pytest.mark.parametrize(
+  'name',
+  ['', 'cpu', 'cpu:many', 'cpu:0', 'cpu:²', 'cpu:2x2', 'cpu:99999', 'v5p:3x', 'v5p:0'],
+)
+def test_so_is_what_is_not_written_as_one_and_needs_nothing_to_be_seen(
+  name, monkeypatch
+):
+  monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
+  with pytest.raises(ConfigError, match=r'--topology = .* is no .*cpu:64'):
     dry_run.topology(name)

@@ -156,6 +156,9 @@ def test_a_trace_and_a_cache_of_compilations_are_written_on_request(place, train
     ('--config.data.source.heldout=0', 'has nothing held out'),
     ('--config.guard.patience=0', 'guard.patience'),
     ('--config.wandb=project', "pip install 'mtpjax[wandb]'"),
+    ('--config.compilation_cache=/proc/x', 'compilation_cache'),
+    ('--topology=cpu:8', 'add --dry_run'),
+    ('--json=figures.json', 'add --dry_run'),
   ],
 )
 def test_what_makes_no_sense_is_refused(place, train, arg, said):

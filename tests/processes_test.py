@@ -149,12 +149,18 @@ def test_once_all_is_saved_sigterm_ends_with_143_at_once():
   before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
   try:
     stop = processes.Stop()
-    signal.raise_signal(signal.SIGTERM)
-    assert stop.asked({}) == signal.SIGTERM  # noted, while training
     stop.obey_at_once()
     with pytest.raises(SystemExit) as ended:
       signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 143
+    # What comes while the last step is saved is not forgotten.
+    for number in before:
+      stop = processes.Stop()
+      signal.raise_signal(number)
+      assert stop.asked({}) == number  # noted, while training
+      with pytest.raises(SystemExit) as ended:
+        stop.obey_at_once()
+      assert ended.value.code == 128 + number
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)
@@ -255,6 +261,8 @@ def test_a_job_that_cannot_be_found_out_is_an_error(joining, monkeypatch):
     (joined(2, 2, 1), '--process = 2: is not one of 2'),
     (joined(0, 0, 1), '--processes = 0'),
     (['--coordinator=host', '--processes=2', '--process=0'], 'is no address'),
+    (joined(0, 2, 0), 'is no address'),
+    (joined(1, 2, 65536), 'is no address'),
   ],
 )
 def test_flags_that_do_not_fit_are_refused(joining, args, said):
