@@ -52,7 +52,9 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer('processes', None, 'how many there are; with --coordinator')
     flags.DEFINE_integer('process', None, 'which one this is, from 0')
-    flags.DEFINE_integer('join_timeout', 300, 'seconds to wait for all to arrive')
+    flags.DEFINE_integer(
+      'join_timeout', 300, 'seconds to wait for all to arrive', lower_bound=1
+    )
 
 
 @contextlib.contextmanager

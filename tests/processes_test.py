@@ -270,6 +270,11 @@ def test_flags_that_do_not_fit_are_refused(joining, args, said):
     joining({}, *args)
 
 
+def test_nobody_waits_for_less_than_a_second(joining):
+  with pytest.raises(flags.IllegalFlagValueError, match='join_timeout=0'):
+    joining({}, *joined(0, 2, 1), '--join_timeout=0')
+
+
 def test_a_port_in_use_is_refused(joining):
   with socket.create_server(('', 0)) as server:
     port = server.getsockname()[1]
