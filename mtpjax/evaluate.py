@@ -52,6 +52,8 @@ def main(config: configs.Config) -> int:
   split = 'train' if _FILES.value else 'heldout'
   title = ', '.join(_FILES.value) if _FILES.value else 'held out'
   rows = batches.open_rows(config.data, run.tokenizer, split)
+  read = {'data.source': f'{len(rows):,} rows, checksum {rows.fingerprint():08x}'}
+  processes.same(read, 'let all of them read the same')
   # Refused before the work.
   learned = config.trunk.learned_positions
   acceptance.prompts(config.decode, rows, run.tokenizer, learned)

@@ -54,7 +54,7 @@ def run(
   default: str | Callable[[], Any] | None = None,
   takes_config: bool = True,
   user_errors: tuple[type[Exception], ...] = (),
-  within: Callable[[], Any] = contextlib.nullcontext,
+  within: Callable[[dict[str, Any]], Any] = contextlib.nullcontext,
   argv: list[str] | None = None,
 ) -> None:
   """Parses the flags, calls `main(config)` and exits; a command's last line.
@@ -67,7 +67,7 @@ def run(
     takes_config: False for a command without `--config`.
     user_errors: exceptions that, like ConfigError, end with `error: …` and code 2
       instead of a traceback.
-    within: makes what is entered once the flags are known, before anything else.
+    within: makes, of the command as JSON, what is entered before anything else.
     argv: the command line, program name first; `sys.argv` if None.
   """
 
@@ -98,7 +98,8 @@ def run(
       return source, overrides
 
   def call(parsed):
-    with _mistakes_exit(user_errors), within(), _mistakes_exit(user_errors):
+    given = _given(*parsed)
+    with _mistakes_exit(user_errors), within(given), _mistakes_exit(user_errors):
       return work(*parsed)
 
   def work(source, overrides):
@@ -123,6 +124,15 @@ def run(
     return result if type(result) is int else 0
 
   app.run(call, argv=argv, flags_parser=parse)
+
+
+def _given(source: Any, overrides: dict[str, str]) -> dict[str, Any]:
+  """The command and what was said to it, by flag."""
+  every = [flags.FLAGS[name] for name in flags.FLAGS]
+  own = {f'--{flag.name}': flag.value for flag in every if flag.present}
+  found = {f'--config.{name}': text for name, text in overrides.items()}
+  spec = {'--config': source} if isinstance(source, str) else {}
+  return {'command': Path(sys.argv[0]).stem, **spec, **found, **own}
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ _HEARTBEAT = 10  # seconds without a sign of life until a process counts as dead
 _GRACE = 5  # seconds that the others have to hear of a failure
 _PATIENCE = 3_600_000  # ms to wait for what another process is busy with
 _ENDED = 'mtpjax/ended'
+_OWN = ('--coordinator', '--process', '--json')  # flags that may differ
 _failing = threading.Event()  # this process, by itself
 _turns = itertools.count()  # the same on every process, since all make the same calls
 
@@ -58,12 +59,16 @@ def define_flags() -> None:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def together(given: dict[str, Any]) -> Iterator[None]:
   """Joins the job that the flags or a launcher describe, if any, and leaves it with all
   the others: at the end, or at once when one of them fails.
 
+  Args:
+    given: the command of this process, as JSON by flag.
+
   Raises:
-    ConfigError: the flags do not fit, or the launcher's job cannot be found out.
+    ConfigError: the flags do not fit, or the launcher's job cannot be found out; or
+      process 0 was given another command.
   """
   if not _join():
     yield
@@ -71,6 +76,8 @@ def together() -> Iterator[None]:
   listener = threading.Thread(target=_listen, daemon=True)
   listener.start()
   try:
+    own = {name: x for name, x in given.items() if name not in _OWN}
+    same(own, 'give all processes the same command')
     yield
   except BaseException as error:
     _fail(error)
@@ -91,6 +98,20 @@ def agreed(value: Any) -> Any:
     _client().key_value_set(key, json.dumps(value))
     return value
   return json.loads(_client().blocking_key_value_get(key, _PATIENCE))
+
+
+def same(found: dict[str, Any], fix: str) -> None:
+  """What is not the same everywhere would have processes wait for each other for ever.
+
+  Raises:
+    ConfigError: names what process 0 has another value of; every process calls it.
+  """
+  own = json.loads(json.dumps(found))
+  theirs = agreed(own)
+  for name in sorted({*theirs, *own}):
+    there, here = theirs.get(name), own.get(name)
+    if there != here:
+      raise ConfigError(name, here, f'is {there!r} in process 0 of this job', fix)
 
 
 def anywhere(here: bool) -> bool:
@@ -361,6 +382,9 @@ def _fail(error: BaseException) -> NoReturn:
     said = str(error.__cause__ or f'exit code {code}')
     if isinstance(error.code, str):
       _say(said := error.code)
+  elif isinstance(error, ConfigError):  # another command
+    code, said = 2, str(error)
+    _say(said)
   else:
     sys.excepthook(type(error), error, error.__traceback__)
     code, said = 1, f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,8 @@ def _named_as_flags(given: list[tuple[str, dict[str, Any]]]) -> Iterator[None]:
 
 def main(config: configs.Config) -> int:
   given = read_prompts()
+  read = f'{len(given)}, checksum {zlib.crc32(json.dumps(given).encode()):08x}'
+  processes.same({'prompts': read}, 'let all of them read the same')
   with _named_as_flags(given):
     return complete(given, config)
 

@@ -142,6 +142,8 @@ def begin(config: configs.Config) -> Run:
   jax.set_mesh(mesh.make(config.mesh))
   configs.finalize(config)
   data = batches.open_data(config.data, config.seed)
+  read = {'data.source': f'{data}, checksum {data.fingerprint()}'}
+  processes.same(read, 'let all of them read the same')
   configs.finalize(config, data.tokenizer.vocab_size)
   acceptance.prompts(
     config.decode, data.heldout, data.tokenizer, config.trunk.learned_positions
@@ -156,7 +158,12 @@ def begin(config: configs.Config) -> Run:
   )
   init_state = functools.partial(step.init_state, config=config)
   abstract_state = jax.eval_shape(init_state, abstract)
-  plan, name = None, _WORKDIR.value or f'runs/{config.name}'
+  plan, name = None, _WORKDIR.value
+  if name is None:
+    name = f'runs/{config.name}'
+  if not name:  # a variable of a shell that is not set
+    fix = 'name a directory, or leave it out'
+    raise ConfigError('--workdir', name, 'is empty', fix)
   # A run that goes on has no more need of the other, which may be gone.
   there = processes.agreed(Checkpoints(f'{name}/checkpoints').steps())
   if config.init_from is not None and not there:

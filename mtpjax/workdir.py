@@ -19,6 +19,7 @@ import json
 import os
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,10 @@ def claim(workdir: str, config: configs.Config) -> Workdir:
   path = paths.at(workdir)  # the shell leaves --workdir=~/x as it is
   run = Workdir(path, Path(path))
   new = fields.to_json(config)
+  mark = uuid.uuid4().hex
   if jax.process_index() > 0:
-    processes.agreed(None)  # process 0 has claimed it
-    _follow(path, new)
+    mark = processes.agreed(None)  # process 0 has claimed it
+    _follow(path, new, mark)
     run.files = _copy(path) if paths.is_bucket(path) else run.files
     return run
   try:
@@ -100,7 +102,7 @@ def claim(workdir: str, config: configs.Config) -> Workdir:
     if paths.is_bucket(path):
       run.mirror = paths.Mirror(run.files, path)
     else:
-      _lock(run.files)
+      _lock(run.files, mark)
     metrics.write_summary(run.files / 'config.json', new)
     run.sync()
   except WorkdirError:
@@ -109,7 +111,7 @@ def claim(workdir: str, config: configs.Config) -> Workdir:
     raise WorkdirError(
       f'--workdir={workdir} cannot be used: {error}; choose another directory'
     ) from error
-  processes.agreed(None)
+  processes.agreed(mark)
   return run
 
 
@@ -125,15 +127,15 @@ def _copy(path: epath.Path) -> Path:
   return files
 
 
-def _follow(path: epath.Path, new: dict[str, Any]) -> None:
+def _follow(path: epath.Path, new: dict[str, Any], mark: str) -> None:
   """Whether process 0 has the same directory and the same config, to the last field."""
   saved = path / 'config.json'
-  until = time.monotonic() + 60  # network file systems show a new file late
-  while not saved.exists():
+  until = time.monotonic() + _LATE
+  while not (saved.exists() and (paths.is_bucket(path) or _mark(path) == mark)):
     if time.monotonic() > until:
       raise WorkdirError(
-        f'--workdir={path} is not that of process 0, which wrote config.json '
-        'there; use a directory that all processes see'
+        f'--workdir={path} is not that of process 0, which wrote {_LOCK} and '
+        'config.json there; use a directory that all processes see'
       )
     time.sleep(0.5)
   old = json.loads(saved.read_text())
@@ -156,9 +158,18 @@ def keep(run: Workdir, tokenizer: Tokenizer) -> None:
 
 
 _LOCK = '.lock'
+_LATE = 60  # seconds until a network file system shows a new file
 
 
-def _lock(path: Path) -> None:
+def _mark(path: epath.Path) -> str | None:
+  """Whose it is. Another machine's disk may have a directory of that name too."""
+  try:
+    return (path / _LOCK).read_text()
+  except OSError:
+    return None
+
+
+def _lock(path: Path, mark: str) -> None:
   """Two runs in one directory would delete and overwrite each other's steps. The system
   drops the lock with the process, however that ends."""
   file = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT)  # open until the process ends
@@ -170,8 +181,11 @@ def _lock(path: Path) -> None:
       f'--workdir={path} is in use by another training; wait for it, or use another '
       'directory'
     ) from None
-  except OSError:  # a file system without locks
-    os.close(file)
+  except OSError:
+    pass  # a file system without locks
+  os.ftruncate(file, 0)  # of another file that is closed the lock would go
+  os.write(file, mark.encode())
+  os.fsync(file)
 
 
 def _same(old: Any, new: dict[str, Any], path: epath.Path) -> None:

@@ -155,7 +155,7 @@ def test_a_step_that_hangs_ends_the_job(place, job):
 
 
 @pytest.mark.slow
-def test_another_config_in_one_process_is_refused(place, job):
+def test_another_command_of_one_process_is_refused(place, job):
   workdir, port = place / 'differs', free_port()
   started = [
     subprocess.Popen(
@@ -171,5 +171,23 @@ def test_another_config_in_one_process_is_refused(place, job):
     for i in range(2)
   ]
   done = finished(started)
-  assert_mistake(done[1], 'process 1 has another config', 'checkpoint.every: 3 → 4')
-  assert_mistake(done[0], 'process 1 of 2 ended', 'another config')
+  said = "--config.checkpoint.every = '4': is '3' in process 0"
+  assert_mistake(done[1], said)
+  assert_mistake(done[0], f'process 1 of 2 ended: {said}')
+  assert not workdir.exists()
+
+
+@pytest.mark.slow
+def test_other_data_of_one_process_is_refused(place, job):
+  homes = [place / name for name in ('home', 'other')]
+  for number, home in enumerate(homes):
+    (home / 'text').mkdir(parents=True)
+    for n in range(9 + number):
+      (home / 'text' / f'{n}.txt').write_text(f'module {n}')
+  args = ['--config.data.source.files=~/text/*.txt', '--config.data.source.heldout=0']
+  each = {i: {'HOME': home} for i, home in enumerate(homes)}
+  done = job(place / 'apart', 2, 4, *args, each=each)
+  said = r'data.source = .* of 10 documents.* is .* of 9 documents.* in process 0'
+  assert re.search(said, done[1].stderr), done[1].stderr
+  assert_mistake(done[1], 'let all of them read the same')
+  assert_mistake(done[0], 'process 1 of 2 ended: data.source')

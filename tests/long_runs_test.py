@@ -158,6 +158,7 @@ def test_a_trace_and_a_cache_of_compilations_are_written_on_request(place, train
     ('--config.wandb=project', "pip install 'mtpjax[wandb]'"),
     ('--config.compilation_cache=/proc/x', 'compilation_cache'),
     ('--topology=cpu:8', 'add --dry_run'),
+    ('--workdir=', "--workdir = '': is empty"),
     ('--json=figures.json', 'add --dry_run'),
   ],
 )

@@ -27,6 +27,7 @@ from mtpjax import fields, flags, processes
 processes.define_flags()
 absl_flags.adopt_module_key_flags(processes)
 MODE = absl_flags.DEFINE_string('mode', '', 'MODE:PROCESS')
+absl_flags.DEFINE_string('other', None, 'anything')
 
 
 def main():
@@ -99,6 +100,18 @@ def test_a_mistake_of_one_ends_the_other_which_says_so(demo, who):
   assert_mistake(done[who], 'steps = 0: is bad; mend it')
   assert_mistake(done[1 - who], f'process {who} of 2 ended: steps = 0: is bad')
   assert seconds_since(done) < 10
+
+
+@pytest.mark.parametrize('who', [0, 1])
+def test_another_command_than_that_of_process_0_is_refused(demo, who):
+  port = free_port()
+  other = {who: ['--other=x']}
+  done = finished([demo(*joined(i, 2, port), *other.get(i, ())) for i in range(2)])
+  said = ("--other = None: is 'x'", "--other = 'x': is None")[who]
+  assert_mistake(
+    done[1], f'{said} in process 0 of this job; give all processes the same'
+  )
+  assert_mistake(done[0], f'process 1 of 2 ended: {said}')
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def checkpoint(place, train):
 def two(place, checkpoint):
   """Runs a command in two processes of four devices."""
 
-  def run(command, *args, own=((), ())):
+  def run(command, *args, own=((), ()), homes=(place, place)):
     port = free_port()
     line = command_line(place, '', f'--checkpoint={checkpoint}', command=command)
     started = [
@@ -50,7 +50,7 @@ def two(place, checkpoint):
           *own[index],
           *joined(index, 2, port),
         ],
-        env=environment(place, 4),
+        env=environment(place, 4, HOME=homes[index]),
         cwd=place,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -146,11 +146,13 @@ def test_two_processes_sample_and_stream_what_one_samples(one, two, place):
   assert len(text) > 6 and said(first).startswith(f'one module{text}\n')
 
 
-def test_a_file_that_one_process_lacks_ends_both(two, place):
-  (place / 'some.txt').write_text('one module\n')
+def test_prompts_that_are_others_in_one_process_end_both(two, place):
+  for name in ('one', 'three'):
+    (place / name).mkdir()
+    (place / name / 'some.txt').write_text(f'{name} module\n' * len(name))
   began = time.monotonic()
-  own = [f'--prompts={place}/some.txt'], [f'--prompts={place}/none.txt']
-  first, second = two('sample', own=own)
-  assert_mistake(second, '--prompts', 'cannot be read')
-  assert_mistake(first, 'process 1 of 2 ended: --prompts', 'cannot be read')
+  homes = place / 'one', place / 'three'
+  first, second = two('sample', '--prompts=~/some.txt', homes=homes)
+  assert_mistake(second, "prompts = '5, checksum ", "is '3, checksum ")
+  assert_mistake(first, "process 1 of 2 ended: prompts = '5, checksum ")
   assert time.monotonic() - began < 60

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from mtpjax import config as configs
-from mtpjax import fields, mesh, schedules, workdir
+from mtpjax import fields, mesh, processes, schedules, workdir
 from mtpjax.checkpoint import CheckpointError
 from mtpjax.data import batches, sources
 from mtpjax.data.tokenizer import Bytes, Characters
@@ -188,3 +188,25 @@ def test_a_directory_in_use_by_another_process_is_refused(tmp_path):
     workdir.claim(str(tmp_path), settings())
   other.communicate('')
   workdir.claim(str(tmp_path), settings())
+
+
+def test_other_processes_follow_the_first_into_its_directory_alone(
+  tmp_path, monkeypatch
+):
+  told = []
+  monkeypatch.setattr(processes, 'agreed', lambda value: told.append(value) or told[-1])
+  workdir.claim(str(tmp_path / 'ours'), settings())
+  workdir.claim(str(tmp_path / 'of another machine'), settings())
+  ours, _ = told
+  monkeypatch.setattr(processes, 'agreed', lambda value: ours)
+  monkeypatch.setattr(jax, 'process_index', lambda: 1)
+  monkeypatch.setattr(workdir, '_LATE', 0)
+  run = workdir.claim(str(tmp_path / 'ours'), settings())
+  assert run.path == tmp_path / 'ours'
+  differs = r'process 1 has another config than process 0 \(steps: 1000 → 9\)'
+  with pytest.raises(workdir.WorkdirError, match=differs):
+    workdir.claim(str(tmp_path / 'ours'), settings(steps=9))
+  for name in ('of another machine', 'not there'):
+    with pytest.raises(workdir.WorkdirError, match='is not that of process 0'):
+      workdir.claim(str(tmp_path / name), settings())
+  assert not (tmp_path / 'not there').exists()

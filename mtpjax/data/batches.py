@@ -73,6 +73,11 @@ class Data:
   counts: dict[str, Counts]
   weights: dict[str, float] | None = None
 
+  def fingerprint(self) -> str:
+    """The same wherever the same was read."""
+    rows = self.train.fingerprint(), self.heldout.fingerprint()
+    return f'{zlib.crc32(str((*rows, self.tokenizer.fingerprint)).encode()):08x}'
+
   def __str__(self) -> str:
     said = []
     for split, rows in (('train', self.train), ('held out', self.heldout)):
