@@ -37,9 +37,21 @@ from flax import nnx
 from mtpjax import mesh, model
 from mtpjax.drafters import base, sequential
 from mtpjax.models import cache, trunk
-from mtpjax.sampling import engine, filters
+from mtpjax.sampling import drafting, engine, filters
 
 PROMPT, RIGHT = 16, (3, 1, 3, 0, 2, 3)  # tokens; right drafts, by round
+
+
+class Told(drafting.Likeliest):
+  """Draws as drafters do, and then says what it is told."""
+
+  def __init__(self, choose: base.Choose, tokens: jax.Array):
+    self.choose, self.tokens = choose, tokens
+
+  def __call__(self, logits_BMV, k, above):
+    own = self.choose(logits_BMV, k, above)
+    told = jnp.where(own.drawn[0] < 0, own.drawn[0], self.tokens[:, k : k + 1])
+    return base.Level(cache.whole(told), jnp.zeros_like(told))
 
 
 @dataclasses.dataclass
@@ -75,12 +87,9 @@ class ForcedModule(sequential.Sequential):
     )
     tokens = jnp.where(wrong, (true + 1) % 1000, true)
 
-    def told(logits, k):
-      own, _ = choose(logits, k)
-      return jnp.where(own < 0, own, tokens[:, k]), None
-
     if self.config.drafts:
-      return super().propose(trunk, caches, state, draft, told)
+      choose = Told(choose, tokens)
+      return super().propose(trunk, caches, state, draft, choose)
     return base.chain([tokens[:, k] for k in range(draft)], [None] * draft), state
 
   def absorb(self, trunk, caches, state, block):
@@ -177,7 +186,7 @@ def drafting(drafter: Any, K: int, slots: int, text, count: int) -> Run:
 
     def body(carry):
       n, own = carry
-      draft, own = part.propose(m.trunk, state.caches, own, K, base.most_likely)
+      draft, own = part.propose(m.trunk, state.caches, own, K, drafting.Likeliest())
       tokens = jnp.pad(cache.whole(draft.tokens), ((0, 0), (0, 1)))
       start = jnp.full_like(state.length, PROMPT) + n % (slots - PROMPT - K)
       block = base.Committed(start, jnp.full_like(start, 2), tokens, out)

@@ -167,7 +167,7 @@ def replay(
   """
   K = len(right_KBT)
   reach = np.arange(1, K + 1)
-  total = Stats(0, *np.zeros((4, K), int), delivered=0, prefills=0)
+  total = Stats(0, *np.zeros((4, K), int), nodes=0, delivered=0, prefills=0)
   for b, (prompt, new) in enumerate(zip(prompts_B, new_B, strict=True)):
     given = 1  # by the prefill
     row = int(prompt) - 1  # the last row before it, whose features draft
@@ -180,7 +180,14 @@ def replay(
       row, given = row + run + 1, given + run + 1
     accepted, proposed, reached = tables
     total += Stats(
-      rounds, accepted, accepted, proposed, reached, int(new), int(new > 0)
+      rounds,
+      accepted,
+      accepted,
+      proposed,
+      reached,
+      int(proposed.sum()),
+      int(new),
+      int(new > 0),
     )
   return total
 

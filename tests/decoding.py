@@ -15,6 +15,7 @@ from mtpjax import losses, mesh, model
 from mtpjax.drafters import base
 from mtpjax.models import cache, trunk
 from mtpjax.models.attention import Rows
+from mtpjax.sampling import drafting
 
 V = 41
 SIZES: dict[str, Any] = {
@@ -78,17 +79,24 @@ class Forced(base.Drafter):
     script = jnp.where(wrong, (true + 1) % V, true)
     after = {**state, 'turn': state['turn'] + 1}
     if self.inner is not None:
-      seen = []
-
-      def choose_scripted(logits, k):
-        seen.append(cache.whole(logits)[:, :V])
-        return script[:, k], None
-
-      after['inner'] = self.inner.propose(
-        trunk, caches, state['inner'], draft, choose_scripted
-      )[1]
-      after['logits'] = jnp.stack(seen, 1)
+      chosen = Scripted(script)
+      after['inner'] = self.inner.propose(trunk, caches, state['inner'], draft, chosen)[
+        1
+      ]
+      after['logits'] = jnp.stack(chosen.seen, 1)
     return base.chain([script[:, k] for k in range(draft)], [None] * draft), after
+
+
+class Scripted(drafting.Likeliest):
+  """Chooses what the script says [B, K], and keeps the logits it was given."""
+
+  def __init__(self, script):
+    self.script, self.seen = script, []
+
+  def __call__(self, logits, k, above):
+    self.seen.append(cache.whole(logits)[:, 0, :V])
+    token = cache.whole(self.script[:, k : k + 1])
+    return base.Level(token, jnp.zeros_like(token))
 
 
 def scripted(params, text, right):

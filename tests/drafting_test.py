@@ -15,6 +15,7 @@ from mtpjax.drafters import base, parallel, residual, sequential
 from mtpjax.models import block as blocks
 from mtpjax.models import cache, trunk
 from mtpjax.models.attention import Rows
+from mtpjax.sampling import drafting
 
 SIZES: dict[str, Any] = {'width': 16, 'layers': 2, 'heads': 4, 'kv_heads': 2, 'ffn': 32}
 LENGTHS = np.array([1, 2, 5, 7])  # of the prompts, the shortest first
@@ -73,6 +74,17 @@ def teacher_forced(graphdef, params, tokens):
   return losses.head_logits(found.hidden, found.head or m.trunk.head())
 
 
+class Seen(drafting.Likeliest):
+  """Keeps the logits it was given."""
+
+  def __init__(self):
+    self.seen = []
+
+  def __call__(self, logits_BMV, k, above):
+    self.seen.append(logits_BMV)
+    return super().__call__(logits_BMV, k, above)
+
+
 def one_round(graphdef, params, text, caches, state, start, count, width, draft):
   """Reads `width` tokens from `start` on, `count` of them kept, and drafts after them.
 
@@ -84,14 +96,9 @@ def one_round(graphdef, params, text, caches, state, start, count, width, draft)
   out, caches = trunk.extend(layers, x, start, caches, m.trunk.config, m.needs)
   block = base.Committed(start, count, cache.take(text, start + 1, width), out)
   state = part.absorb(m.trunk, caches, state, block)
-  seen = []
-
-  def choose(logits, k):
-    seen.append(logits)
-    return base.most_likely(logits, k)
-
+  choose = Seen()
   proposed, state = part.propose(m.trunk, caches, state, draft, choose)
-  return caches, state, proposed.tokens, jnp.stack(seen, 1)
+  return caches, state, proposed.tokens, jnp.concatenate(choose.seen, 1)
 
 
 def rounds(graphdef, params, text, draft):

@@ -195,7 +195,7 @@ class Fed:
     self.uniform: Any = None
     self.tokens: Any = None  # None: the heaviest
     self.weights: Any = None
-    monkeypatch.setattr(verify, '_uniform', lambda *_: self.uniform)
+    monkeypatch.setattr(verify, 'uniform', lambda *_: self.uniform)
     monkeypatch.setattr(verify, 'draw', self.draw)
 
   def draw(self, keys, weights):

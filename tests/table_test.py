@@ -18,7 +18,7 @@ from scipy import special
 from mtpjax import losses, mesh, model
 from mtpjax.drafters import base
 from mtpjax.models import cache, trunk
-from mtpjax.sampling import engine, generate, verify
+from mtpjax.sampling import drafting, engine, generate, verify
 from mtpjax.sampling.filters import Settings
 
 WIDTH = 8
@@ -61,23 +61,35 @@ class Bank(base.Drafter):
 
   def propose(self, trunk, caches, state, draft, choose):
     row = jnp.arange(len(state)) % self.config.tables
-    row, token, chosen = jax.reshard(row, mesh.ids_B), state, []
+    row, tokens = jax.reshard(row, mesh.ids_B), state[:, None]
+    choose = drafting.Likeliest() if self.config.one_hot else choose
+    levels = []
     for k in range(draft):
-      logits = self.logits[...].at[row, token].get(out_sharding=mesh.whole_BT)
-      hidden = trunk.final_norm(trunk.embed(jax.reshard(token[:, None], mesh.ids_BT)))
-      own = cache.whole(losses.head_logits(hidden, trunk.head()))[:, 0]
-      logits = jnp.where((row == self.config.teacher)[:, None], own, logits)
-      choice = base.most_likely if self.config.one_hot else choose
-      token, q = choice(logits, k)
-      token = token.astype(jnp.int32)
-      if q is not None:
-        q = jnp.where((row == self.config.broken)[:, None], jnp.nan, q)
-      chosen.append((token, q))
-    return base.chain([t for t, _ in chosen], [q for _, q in chosen]), state
+      table = jnp.broadcast_to(row[:, None], tokens.shape)
+      table = jax.reshard(table, mesh.whole_BT)
+      spec = P(mesh.BATCH, None, None)
+      logits = self.logits[...].at[table, tokens].get(out_sharding=spec)
+      hidden = trunk.final_norm(trunk.embed(jax.reshard(tokens, mesh.ids_BT)))
+      own = cache.whole(losses.head_logits(hidden, trunk.head()))
+      logits = jnp.where((row == self.config.teacher)[:, None, None], own, logits)
+      levels.append(choose(logits, k, levels[-1] if levels else None))
+      tokens = levels[-1].tokens
+    out = choose.draft(levels)
+    if out.q is not None:
+      broken = (row == self.config.broken)[:, None, None]
+      out = dataclasses.replace(out, q=jnp.where(broken, jnp.nan, out.q))
+    return out, state
 
 
 def decoder(
-  table, drafts=(), rule='rejection', depth=4, undefined=None, sizes=None, **kinds
+  table,
+  drafts=(),
+  rule='rejection',
+  depth=4,
+  undefined=None,
+  sizes=None,
+  tree=None,
+  **kinds,
 ):
   """A Decoder of that chain, p[last, next], and of drafts from those tables; after the
   token `undefined` the trunk gives no distribution."""
@@ -101,7 +113,7 @@ def decoder(
   if len(drafts):
     part = params['objectives']['drafter']
     part['logits'] = jax.device_put(log(drafts), part['logits'].sharding)
-  return generate.Decoder(graphdef, params, rule=rule, chunk=1)
+  return generate.Decoder(graphdef, params, rule=rule, tree=tree, chunk=1)
 
 
 def log(table):

@@ -12,18 +12,19 @@ division by the true counts, chunking and sharding happen in one place for all o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from mtpjax import losses, schedules
+from mtpjax import losses, mesh, schedules
 from mtpjax.fields import ConfigError
 from mtpjax.losses import Targets
 from mtpjax.models import trunk as trunks
+from mtpjax.models import cache
 from mtpjax.models.attention import Leaf, Rows
 from mtpjax.models.cache import LayerCache
 from mtpjax.models.trunk import Needs, Trunk, TrunkOutput
@@ -197,13 +198,14 @@ class Committed:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Draft:
-  """Proposed tokens, a tree of N nodes; a chain where parents are 0, 1, 2, … - 1.
+  """Proposed tokens, a tree of N nodes, breadth first; a chain has parents -1, 0, 1, ….
 
   Attributes:
     tokens: int [B, N].
     parents: index of each node's parent, -1 for the last committed token, int [B, N].
-    count: how many are proposed, int [B].
-    q: the distribution each was really drawn from, [B, N, V]; None is one-hot.
+    count: how deep of it is proposed, int [B].
+    q: the distribution each was really drawn from, siblings without replacement,
+      [B, N, V]; None is one-hot. Where it is zero there was nothing to draw.
   """
 
   tokens: Leaf
@@ -212,17 +214,44 @@ class Draft:
   q: Leaf = None
 
 
-# (logits [B, V] of draft k, k from 0) -> (tokens [B], q [B, V] or None for one-hot)
-Choose = Callable[[Array, int], tuple[Array, Array | None]]
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Level:
+  """What was drawn at one depth of a draft.
+
+  Attributes:
+    tokens: of the M nodes to draft under next, int [B, M].
+    parents: which of the rows of logits each was drawn from, int [B, M].
+    drawn: what `Choose.draft` wants to know, leaves among it.
+  """
+
+  tokens: Leaf
+  parents: Leaf
+  drawn: Any = None
 
 
-def most_likely(logits_BV: Array, k: int) -> tuple[Array, None]:
-  """The greedy choice, the lowest id on ties."""
-  return jnp.argmax(logits_BV, -1), None
+@runtime_checkable
+class Choose(Protocol):
+  """Draws a draft as it is made, a depth at a time; a chain has one node at each."""
+
+  def __call__(self, logits_BMV: Array, k: int, above: Level | None) -> Level:
+    """Draws the nodes of depth k, from 0.
+
+    Args:
+      logits_BMV: after each of the nodes of the level above, [B, M, V]; at depth 0
+        after the last committed token, [B, 1, V].
+      above: what the last call returned.
+    """
+    ...
+
+  def draft(self, levels: list[Level]) -> Draft:
+    """All of it."""
+    ...
 
 
 def chain(tokens: list[Array], q: list[Array | None]) -> Draft:
-  """A draft without branches, of tokens [B] one after another."""
+  """A draft without branches that was not drawn by `Choose`: tokens [B] one after
+  another, and the distribution of each, [B, V], or None."""
   tokens_BN = jnp.stack(tokens, 1)
   B, N = tokens_BN.shape
   spec = jax.typeof(tokens_BN).sharding.spec
@@ -236,6 +265,38 @@ def chain(tokens: list[Array], q: list[Array | None]) -> Draft:
   )
 
 
+def independent(logits_KBV: list[Array], choose: Choose) -> Draft:
+  """The draft of heads that do not read what was drafted: a depth's logits [B, V] are
+  the same under every node."""
+  levels: list[Level] = []
+  for k, logits_BV in enumerate(logits_KBV):
+    above = levels[-1] if levels else None
+    (B, V), M = logits_BV.shape, above.tokens.shape[1] if above else 1
+    spec = P(mesh.BATCH, None, None)
+    logits_BV = jax.reshard(logits_BV, P(mesh.BATCH, None))
+    same = jnp.broadcast_to(logits_BV[:, None], (B, M, V), out_sharding=spec)
+    levels.append(choose(same, k, above))
+  return choose.draft(levels)
+
+
+def lineage(levels: list[Level]) -> Bool[Array, 'B R R']:
+  """Which nodes of these levels are on the path to each of them, itself included."""
+  B = len(levels[0].tokens)
+  rows: list[Array] = []
+  done = 0
+  for level in levels:
+    M = level.tokens.shape[1]
+    own = jnp.broadcast_to(jnp.eye(M, dtype=bool)[None], (B, M, M))
+    path = jnp.zeros((B, M, done), bool)
+    if rows:
+      above = rows[-1]
+      path = cache.pick(above, level.parents)
+    rows.append(jnp.concatenate([cache.whole(path), cache.whole(own)], 2))
+    done += M
+  wide = [jnp.pad(x, ((0, 0), (0, 0), (0, done - x.shape[2]))) for x in rows]
+  return jnp.concatenate([cache.whole(x) for x in wide], 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Room:
   """What a decode makes room for.
@@ -244,7 +305,7 @@ class Room:
     batch: rows, B.
     length: positions of a row, junk rows past its end included.
     block: rows that `absorb` gets at once, at most.
-    draft: tokens of a draft, at most.
+    draft: depth of a draft, at most.
     cache: what keys and values are kept in; None is the dtype of compute.
   """
 
@@ -294,7 +355,10 @@ class Drafter(Objective):
     draft: int,
     choose: Choose,
   ) -> tuple[Draft, PyTree]:
-    """Up to `draft` tokens after the last committed one.
+    """Tokens after the last committed one, `draft` deep at most.
+
+    `choose` draws them from this drafter's logits, a depth at a time, and says under
+    which of them to draft next.
 
     Returns: the draft, and the state, whose committed part is as it was (its buffers
       may hold the draft's rows beyond).

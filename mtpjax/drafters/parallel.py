@@ -188,5 +188,4 @@ class Parallel(base.Drafter):
     self, trunk, caches, state: State, draft: int, choose: base.Choose
   ) -> tuple[base.Draft, State]:
     logits_BKV = losses.head_logits(state.ready, trunk.head())
-    chosen = [choose(logits_BKV[:, k], k) for k in range(draft)]
-    return base.chain([t for t, _ in chosen], [q for _, q in chosen]), state
+    return base.independent([logits_BKV[:, k] for k in range(draft)], choose), state

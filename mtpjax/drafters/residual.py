@@ -222,5 +222,4 @@ class Residual(base.Drafter):
     each = blocks.unstack(self.weights())[:draft]
     ready_KBD = jnp.stack([cache.whole(self.one(trunk, w, state))[:, 0] for w in each])
     logits_KBV = losses.head_logits(ready_KBD, own[:draft] if own else trunk.head())
-    chosen = [choose(logits_KBV[k], k) for k in range(draft)]
-    return base.chain([t for t, _ in chosen], [q for _, q in chosen]), state
+    return base.independent(list(logits_KBV), choose), state

@@ -293,43 +293,111 @@ class Sequential(base.Drafter):
   def propose(
     self, trunk, caches, state: State, draft: int, choose: base.Choose
   ) -> tuple[base.Draft, State]:
-    rows, head = self.config.attend == 'rows', trunk.head()
-    kept, tokens, q = list(state.caches), [], []
-    hidden, ids = state.hidden, state.tokens
-    for k in range(draft):
-      if not rows:
-        N = len(kept)
-        if k > 0:
-          # A slice of a batch of one loses its sharding on jax 0.12.
-          both = cache.whole(ids[:, 1:]), cache.whole(tokens[-1][:, None])
-          ids = jnp.concatenate(both, 1)
-        out, hidden, kept[k] = self._extend(
-          trunk, kept[k], hidden, ids, state.length - N, step=k, before=N
-        )
-        ready = cache.whole(out)[:, -1]
-        if self.config.hidden_source == 'trunk':
-          hidden = state.hidden
-      elif k == 0:
-        ready = state.ready
-      else:
-        if self.config.hidden_source == 'trunk':
-          hidden = state.first[:, None]
-        out, hidden, kept[0] = self._extend(
-          trunk, kept[0], hidden, tokens[-1][:, None], state.length - 1 + k, step=k
-        )
-        ready = cache.whole(out)[:, 0]
-      token, chances = choose(losses.head_logits(ready, head), k)
-      tokens.append(token)
-      q.append(chances)
-    return base.chain(tokens, q), dataclasses.replace(state, caches=kept)
+    by = self._by_rows if self.config.attend == 'rows' else self._by_depth
+    levels, kept = by(trunk, state, draft, choose)
+    return choose.draft(levels), dataclasses.replace(state, caches=kept)
 
-  def _extend(self, trunk, kept, h_BTD, ids_BT, start_B, step: int, before: int = 0):
+  def _by_rows(self, trunk, state: State, draft: int, choose: base.Choose):
+    """One cache: a node's row stands at its position, behind the rows of those before
+    it."""
+    kept, hidden, ready = state.caches[0], state.hidden, state.ready[:, None]
+    levels: list[base.Level] = []
+    for k in range(draft):
+      above = levels[-1] if levels else None
+      if above:
+        if self.config.hidden_source == 'trunk':
+          hidden = cache.pick(state.first[:, None], jnp.zeros_like(above.parents))
+        else:
+          hidden = cache.pick(hidden, above.parents)
+        wide = [level.tokens.shape[1] for level in levels]
+        at = [m for m, w in enumerate(wide) for _ in range(w)]
+        branches = None
+        if max(wide) > 1:
+          places = _places(state.length, at)
+          seen = base.lineage(levels)[:, -wide[-1] :]
+          branches = cache.Branches(state.length, places[:, -wide[-1] :], places, seen)
+        first = state.length + sum(wide[:-1])
+        out, hidden, kept = self._extend(
+          trunk, kept, hidden, above.tokens, first, step=k, branches=branches
+        )
+        ready = cache.whole(out)
+      levels.append(choose(losses.head_logits(ready, trunk.head()), k, above))
+    return levels, [kept]
+
+  def _by_depth(self, trunk, state: State, draft: int, choose: base.Choose):
+    """A cache a depth. Depth k + 1, k from 0, has rows for the last N - k committed
+    tokens and for every node so far, each made of what the depth before made of the
+    token before it."""
+    kept, N = list(state.caches), len(state.caches)
+    start, hidden = state.length - N, state.hidden
+    levels: list[base.Level] = []
+    for k in range(draft):
+      above, M = levels[-1] if levels else None, N - k
+      tokens = cache.whole(state.tokens[:, k:])
+      wide = [level.tokens.shape[1] for level in levels]
+      branches = None
+      if above:
+        tokens = jnp.concatenate([tokens, *(level.tokens for level in levels)], 1)
+        at = [*range(M), *(M + m for m, w in enumerate(wide) for _ in range(w))]
+        if self.config.hidden_source == 'trunk':
+          hidden = cache.pick(state.hidden, _same(at, tokens))
+        else:
+          parents = [
+            level.parents + 1 + sum(wide[:m]) for m, level in enumerate(levels[1:])
+          ]
+          parents = [jnp.zeros_like(levels[0].parents), *parents]
+          before = [_same(range(M), tokens), *(M + p for p in parents)]
+          hidden = cache.pick(hidden, jnp.concatenate(before, 1))
+        if max(wide) > 1:
+          places = _places(start, at)
+          seen = _after(M, base.lineage(levels))
+          branches = cache.Branches(start, places, places, seen)
+      out, hidden, kept[k] = self._extend(
+        trunk, kept[k], hidden, tokens, start, step=k, before=N, branches=branches
+      )
+      ready = cache.whole(cache.whole(out)[:, -(wide[-1] if wide else 1) :])
+      levels.append(choose(losses.head_logits(ready, trunk.head()), k, above))
+    return levels, kept
+
+  def _extend(
+    self,
+    trunk,
+    kept,
+    h_BTD,
+    ids_BT,
+    start_B,
+    step: int,
+    before: int = 0,
+    branches: cache.Branches | None = None,
+  ):
     """New rows of one depth after those in its cache: as `module`."""
     w = blocks.unstack(self.weights())[0 if self.config.share else step]
     e = trunk.embed(jax.reshard(ids_BT, mesh.ids_BT))
     positions = cache.positions(start_B, ids_BT.shape[1])
-    look = cache.look_at_cache(kept, start_B, self.sizes, self.window, before)
+    positions = branches.positions if branches else positions
+    look = cache.look_at_cache(kept, start_B, self.sizes, self.window, before, branches)
     return self.module(w, jax.reshard(h_BTD, mesh.act_BTD), e, positions, look)
+
+
+def _same(values, like: jax.Array) -> jax.Array:
+  """The same numbers in every row, [B, n]."""
+  rows = jnp.broadcast_to(jnp.asarray(list(values))[None], (len(like), len(values)))
+  return cache.whole(rows)
+
+
+def _places(first_B: jax.Array, at: list[int]) -> jax.Array:
+  """Positions first + at, sharded as rows of tokens are."""
+  return jax.reshard(first_B[:, None] + jnp.asarray(at)[None], mesh.ids_BT)
+
+
+def _after(count: int, seen_BRR: jax.Array) -> jax.Array:
+  """The same behind `count` rows in line, which the others see."""
+  B, R, _ = seen_BRR.shape
+  line = jnp.tril(jnp.ones((count, count + R), bool))
+  above = jnp.broadcast_to(line[None], (B, count, count + R))
+  left = jnp.ones((B, R, count), bool)
+  below = jnp.concatenate([cache.whole(left), cache.whole(seen_BRR)], 2)
+  return jnp.concatenate([cache.whole(above), below], 1)
 
 
 def _row(x: jax.Array, index_B: jax.Array) -> jax.Array:

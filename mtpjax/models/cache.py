@@ -55,6 +55,25 @@ class LayerCache:
     return None if self.key_scales is None else (self.key_scales, self.value_scales)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Branches:
+  """Rows of a draft that branches: they lie one after another in the cache, and each
+  sees those on its own path alone.
+
+  Attributes:
+    first: slot of the first, int [B]; what is before is committed and seen by all.
+    positions: of the rows to be written, int [B, T].
+    keys_at: of all that lie from `first` on, those rows the last of them, int [B, R].
+    seen: which of these each row sees, bool [B, T, R].
+  """
+
+  first: Leaf
+  positions: Leaf
+  keys_at: Leaf
+  seen: Leaf
+
+
 def empty(
   config,
   batch: int,
@@ -145,7 +164,11 @@ def put_around(ring: Array, new: Array, at_B: Int[Array, ' B'], axis: int = 1) -
 
 def whole(x: Array) -> Array:
   """[B, …], sharded over the batch alone."""
-  return jax.reshard(x, jax.P(mesh.BATCH, *(None,) * (x.ndim - 1)))
+  return jax.reshard(x, whole_spec(x.ndim))
+
+
+def whole_spec(rank: int) -> jax.P:
+  return jax.P(mesh.BATCH, *(None,) * (rank - 1))
 
 
 def take(x: Array, start_B: Int[Array, ' B'], count: int, axis: int = 1) -> Array:
@@ -156,6 +179,34 @@ def take(x: Array, start_B: Int[Array, ' B'], count: int, axis: int = 1) -> Arra
   return jax.vmap(lambda one, at: row(one, at, count, axis - 1))(
     jax.reshard(x, jax.P(*spec)), start_B
   )
+
+
+def pick(x: Array, index_BN: Int[Array, 'B N'], axis: int = 1) -> Array:
+  """x[b, …, index[b, n]] along `axis`, which becomes whole."""
+  spec = list(jax.typeof(x).sharding.spec)
+  spec[0], spec[axis] = mesh.BATCH, None
+  specs = jax.P(*spec), whole_spec(2)
+
+  def rows(x, index_BN):
+    return jax.vmap(lambda one, at: jnp.take(one, at, axis - 1))(x, index_BN)
+
+  x, index_BN = jax.reshard(x, specs[0]), jax.reshard(index_BN, specs[1])
+  return jax.shard_map(rows, in_specs=specs, out_specs=specs[0])(x, index_BN)
+
+
+def move(
+  cache: LayerCache, start_B: Int[Array, ' B'], path_BN: Int[Array, 'B N'], window: int
+) -> LayerCache:
+  """Rows start + path[b, n] become rows start + n: what a draft that branches leaves of
+  its block. Layers with a window are rings."""
+
+  def one(buffer):
+    at_BN = start_B[:, None] + path_BN
+    at_BN = at_BN % buffer.shape[2] if window else at_BN
+    rows = pick(buffer, at_BN, axis=2)
+    return (put_around if window else put)(buffer, rows, start_B, axis=2)
+
+  return jax.tree.map(one, cache)
 
 
 def keep(old: Array, new: Array, count_B: Int[Array, ' B']) -> Array:
@@ -173,10 +224,16 @@ def held(last_B: Int[Array, ' B'], slots: int, before: int = 0) -> Int[Array, 'B
 
 
 def look_at_cache(
-  cache: LayerCache, start_B: Int[Array, ' B'], config, window: int, before: int = 0
+  cache: LayerCache,
+  start_B: Int[Array, ' B'],
+  config,
+  window: int,
+  before: int = 0,
+  branches: Branches | None = None,
 ) -> Look:
   """Attention of new rows at positions start, start + 1, … to all rows up to their own;
-  hands on the cache with the new rows written."""
+  hands on the cache with the new rows written. Rows that branch are written to those
+  slots all the same."""
   write = put_around if window else put
 
   def look(q, k, v):
@@ -188,13 +245,24 @@ def look_at_cache(
     kept = jax.tree.map(
       lambda old, rows: write(old, rows, start_B + before, axis=2), cache, new
     )
-    at_BT = positions(start_B, q.shape[1])
     at_BS = held(start_B + q.shape[1] - 1, kept.keys.shape[2], before)
+    there = at_BS >= 0
+    if branches is None:
+      at_BT = positions(start_B, q.shape[1])
+    else:
+      at_BT = branches.positions
+      there &= at_BS < branches.first[:, None]
     seen = attention.visibility(
       Rows(at_BT, jnp.ones_like(at_BT)),
-      Rows(at_BS, (at_BS >= 0).astype(at_BT.dtype)),
+      Rows(at_BS, there.astype(at_BT.dtype)),
       window,
     )
+    if branches is not None:
+      own = branches.seen
+      if window:
+        own &= at_BT[:, :, None] - branches.keys_at[:, None] < window
+      nothing = jnp.zeros_like(whole(seen))
+      seen |= write(nothing, whole(own), branches.first + before, axis=2)
     out = attention.attend_cached(
       q,
       kept.keys,

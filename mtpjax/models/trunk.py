@@ -252,19 +252,23 @@ def extend(
   caches: list[LayerCache],
   config: Config,
   needs: Needs,
+  branches: cache.Branches | None = None,
 ) -> tuple[TrunkOutput, list[LayerCache]]:
   """All layers over new rows at positions start, start + 1, …, after the cached ones.
 
   Args:
     weights: a dict a layer, from `block.lay_out` or `block.unstack`.
+    branches: where the rows stand instead, if they are a draft that branches.
 
   Returns: the output for the new rows, and the caches with them written.
   """
   positions = cache.positions(start_B, x_BTD.shape[1])
+  positions = branches.positions if branches else positions
   taps = {0: x_BTD} if 0 in needs.taps else {}
   kept = []
   for n, (w, old) in enumerate(zip(weights, caches, strict=True)):
-    look = cache.look_at_cache(old, start_B, config, config.window(n))
+    window = config.window(n)
+    look = cache.look_at_cache(old, start_B, config, window, branches=branches)
     x_BTD, new = blocks.block(w, x_BTD, positions, config, look)
     kept.append(new)
     if n + 1 in needs.taps:

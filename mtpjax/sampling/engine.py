@@ -22,7 +22,7 @@ from mtpjax.drafters import base
 from mtpjax.models import block as blocks
 from mtpjax.models import cache, trunk
 from mtpjax.models.attention import Leaf
-from mtpjax.sampling import filters, processors, verify
+from mtpjax.sampling import branching, drafting, filters, processors, trees, verify
 from mtpjax.sampling.filters import Sampling
 
 LIVE, STOP, LENGTH, FAILED = range(4)  # why a row ended
@@ -48,6 +48,8 @@ class State:
     kept: the same, after truncation.
     proposed: those that proposed at least j, int [B, K].
     reached: those that accepted at least j - 1 and proposed at least j, int [B, K].
+    nodes: drafts proposed in all, int [B]; where they branch, more than the above add
+      up to.
     passes: trunk passes, the prefill counted as one, int [].
   """
 
@@ -64,6 +66,7 @@ class State:
   kept: Leaf
   proposed: Leaf
   reached: Leaf
+  nodes: Leaf
   passes: Leaf
 
 
@@ -76,6 +79,12 @@ class Plan:
   chunk: int = 64  # tokens of a prompt read at once
   rule: str = 'rejection'
   cache: str | None = None  # of keys and values; None: the dtype of compute
+  tree: trees.Tree | trees.Dynamic | None = None  # of depth K; None is a chain
+
+  @property
+  def nodes(self) -> int:
+    """Tokens of a draft."""
+    return self.tree.nodes if self.tree else self.draft
 
 
 def lay_out(graphdef: Any, params: PyTree) -> PyTree:
@@ -141,7 +150,7 @@ def prefill(
   layers = blocks.unstack(blocks.arrays(model.trunk.blocks))
   B, P = prompts_BP.shape
   # Junk rows of a chunk or a draft may be written past the last token, never clamped.
-  block = max(plan.chunk, plan.draft + 1)
+  block = max(plan.chunk, plan.nodes + 1)
   room = base.Room(B, plan.slots + block, block, plan.draft, plan.cache)
   zeros = jax.reshard(jnp.zeros((B,), jnp.int32), mesh.ids_B)
   counts = jnp.zeros((B, plan.draft), jnp.int32, out_sharding=mesh.whole_BT)
@@ -164,6 +173,7 @@ def prefill(
     kept=counts,
     proposed=counts,
     reached=counts,
+    nodes=zeros,
     passes=jnp.ones((), jnp.int32),
   )
 
@@ -172,7 +182,7 @@ def prefill(
     start = jnp.minimum(at, lengths_B)
     count = jnp.clip(lengths_B - start, 0, plan.chunk)
     inputs = cache.take(state.tokens, start, plan.chunk)
-    x = _enter(model, inputs, start)
+    x = _enter(model, inputs, cache.positions(start, plan.chunk))
     out, caches = trunk.extend(layers, x, start, state.caches, config, model.needs)
     # Rows whose prompt ends in this chunk get their first token.
     ends = (count > 0) & (start + count == lengths_B)
@@ -200,9 +210,8 @@ def prefill(
   )[1]
 
 
-def _enter(model, ids_BT, start_B):
-  positions = cache.positions(start_B, ids_BT.shape[1])
-  return model.trunk.enter(jax.reshard(ids_BT, mesh.ids_BT), positions)
+def _enter(model, ids_BT, positions_BT):
+  return model.trunk.enter(jax.reshard(ids_BT, mesh.ids_BT), positions_BT)
 
 
 def one_round(
@@ -219,22 +228,48 @@ def one_round(
   last = cache.take(state.tokens, start, 1)
   left = sampling.budget - (state.length - state.prompt)
   count = jnp.clip(jnp.minimum(sampling.draft, left - 1), 0, K)
-  drafted, q = _none(B), None
   past = _history(model, state, sampling)
+  draft = base.Draft(_none(B), _none(B), count)
   if part:
-    choose = _choice(sampling, state.rounds, past)
+    choose = choice(plan, sampling, state.rounds, past)
     draft, drafter = part.propose(model.trunk, state.caches, state.drafter, K, choose)
     state = dataclasses.replace(state, drafter=drafter)
-    drafted, q = cache.whole(draft.tokens), draft.q
     count = jnp.minimum(count, draft.count)
-  block = jnp.concatenate([last, drafted], 1)
-  x = _enter(model, block, start)
+  drafted = cache.whole(draft.tokens)
+  block, branches = None, None
+  positions = cache.positions(start, drafted.shape[1] + 1)
+  if plan.tree:
+    block = branching.Block.of(cache.whole(draft.parents), K)
+    positions = jax.reshard(start[:, None] + block.depth, mesh.ids_BT)
+    branches = cache.Branches(start, positions, positions, block.seen)
+  x = _enter(model, jnp.concatenate([last, drafted], 1), positions)
   out, caches = trunk.extend(
-    layers, x, start, state.caches, model.trunk.config, model.needs
+    layers, x, start, state.caches, model.trunk.config, model.needs, branches
   )
   logits = _logits(model, out.hidden)
-  judged = _processed(logits, sampling, drafted, past)
-  verdict = _judge(plan, judged, drafted, q, count, sampling, state.rounds + 1)
+  turn = state.rounds + 1
+  if block:
+    before = block.seen[:, :, 1:]
+    judged = processors.processed(
+      logits, sampling.processing, sampling.stop, past, drafted, before
+    )
+    row, verdict = _judge_tree(plan, judged, draft, block, count, sampling, turn)
+    # What is left of the block is a chain: the path to that row.
+    path = block.path(row, K + 1)
+    logits = cache.pick(logits, path)
+    out = jax.tree.map(lambda rows: cache.pick(rows, path), out)
+    windows = [model.trunk.config.window(n) for n in range(len(caches))]
+    caches = [
+      cache.move(own, start, path, window)
+      for own, window in zip(caches, windows, strict=True)
+    ]
+    drafted = cache.pick(drafted, jnp.maximum(path[:, 1:] - 1, 0))
+    nodes = jnp.sum(block.proposed(count), 1)
+    count = jnp.minimum(count, jnp.max(block.depth, 1))
+  else:
+    judged = _processed(logits, sampling, drafted, past)
+    verdict = _judge(plan, judged, drafted, draft.q, count, sampling, turn)
+    nodes = count
 
   # The accepted drafts, then the token after them.
   place = jnp.arange(K + 1)[None] == verdict.accepted[:, None]
@@ -257,6 +292,7 @@ def one_round(
     kept=tally(state.kept, jnp.minimum(verdict.accepted, new)),
     proposed=tally(state.proposed, count),
     reached=tally(state.reached, jnp.minimum(verdict.accepted + 1, count)),
+    nodes=state.nodes + jnp.where(live, nodes, 0),
   )
   if part:
     given = base.Committed(start, new, cache.take(state.tokens, start + 1, K + 1), out)
@@ -320,29 +356,41 @@ def _judge(
   return jax.lax.cond(jnp.any(sampling.temperature > 0), drawn, greedy)
 
 
-def _choice(sampling: Sampling, rounds_B, past: processors.History) -> base.Choose:
+def _judge_tree(
+  plan: Plan, logits, draft: base.Draft, block, count, sampling: Sampling, rounds_B
+) -> tuple[Array, verify.Verdict]:
+  """As `_judge` where drafts branch; and the row of the block where it ends."""
+  tokens, ok = cache.whole(draft.tokens), block.proposed(count)
+
+  def drawn():
+    p = filters.probabilities(logits, sampling)
+    rule = branching.RULES[plan.rule]
+    return rule(p, tokens, draft.q, block, ok, sampling.seed, rounds_B)
+
+  def greedy():
+    return branching.greedy(logits, tokens, block, ok)
+
+  return jax.lax.cond(jnp.any(sampling.temperature > 0), drawn, greedy)
+
+
+def choice(
+  plan: Plan, sampling: Sampling, rounds_B, past: processors.History
+) -> base.Choose:
   """Draws drafts as the trunk's own tokens are drawn, from a stream of their own."""
-  earlier = []
 
-  def choose(logits_BV, k):
-    drafted = jnp.stack(earlier[:k], 1) if k else _none(len(rounds_B))
-    logits = _processed(cache.whole(logits_BV)[:, None], sampling, drafted, past)
+  def process(logits_BMV, paths_BMK):
+    B, M, K = paths_BMK.shape
+    drafted = cache.whole(paths_BMK.reshape(B, M * K))
+    own = jnp.repeat(jnp.eye(M, dtype=bool), K, 1)[None]
+    before = cache.whole(jnp.broadcast_to(own, (B, M, M * K)))
+    return processors.processed(
+      logits_BMV, sampling.processing, sampling.stop, past, drafted, before
+    )
 
-    def drawn():
-      p = filters.probabilities(logits, sampling)
-      key = verify.keys(sampling.seed, rounds_B + 1, verify.PROPOSE, k + 1)[:, k:]
-      return verify.draw(key, p)[:, 0], p[:, 0]
-
-    def greedy():  # nobody will ask for q
-      return jnp.argmax(logits[:, 0], -1).astype(jnp.int32), jnp.zeros_like(
-        logits[:, 0]
-      )
-
-    token, q = jax.lax.cond(jnp.any(sampling.temperature > 0), drawn, greedy)
-    earlier[k:] = [token]
-    return token, q
-
-  return choose
+  if isinstance(plan.tree, trees.Dynamic):
+    return drafting.Confident(plan.tree, sampling, process)
+  tree = plan.tree or trees.Tree.chain(plan.draft)
+  return drafting.Shaped(tree, sampling, rounds_B, process)
 
 
 def _commit(

@@ -25,11 +25,13 @@ from mtpjax import mesh
 from mtpjax.drafters import base
 from mtpjax.fields import ConfigError
 from mtpjax.models.cache import KINDS
-from mtpjax.sampling import engine, filters, verify
+from mtpjax.sampling import branching, engine, filters, trees, verify
 from mtpjax.sampling.filters import Sampling, Settings
 from mtpjax.sampling.stats import Stats
 
 REASONS = {engine.STOP: 'stop', engine.LENGTH: 'length', engine.FAILED: 'failed'}
+RULES = tuple({**verify.RULES, **branching.RULES})
+LOSSY = ('typical',)  # rules whose text is not distributed as the model's
 SHORTEST = 64  # slots of the smallest bucket
 Padding = Literal['right', 'left']
 
@@ -73,7 +75,9 @@ class Decoder:
     params: from there or from a checkpoint.
     draft: the longest draft to compile for; None is what the drafter was trained for, 0
       decodes plainly.
-    rule: one of `verify.RULES`; greedy rows do not depend on it.
+    rule: one of `RULES`; greedy rows do not depend on it. All are exact but the
+      `LOSSY`.
+    tree: a shape of drafts that branch, see `trees.parse`; None is a chain.
     longest: tokens of a row, prompt and new ones, at most; never more than a trunk
       with learned positions has.
     chunk: tokens of a prompt read at once.
@@ -91,12 +95,13 @@ class Decoder:
     *,
     draft: int | None = None,
     rule: str = 'rejection',
+    tree: trees.Tree | trees.Dynamic | str | None = None,
     longest: int = 4096,
     chunk: int = 64,
     cache: str | None = None,
   ):
-    if rule not in verify.RULES:
-      raise ConfigError('rule', rule, 'is no rule', f'use {" or ".join(verify.RULES)}')
+    if rule not in RULES:
+      raise ConfigError('rule', rule, 'is no rule', f'use {" or ".join(RULES)}')
     if cache not in (None, *KINDS):
       fix = f'use {" or ".join(KINDS)}, or None for the dtype of compute'
       raise ConfigError('cache', cache, 'is nothing to keep keys and values in', fix)
@@ -106,8 +111,10 @@ class Decoder:
     for name, value in (('longest', longest), ('chunk', chunk)):
       if value < 1:
         raise ConfigError(name, value, 'is not positive', 'use at least 1')
-    self.draft = _draft(nnx.merge(graphdef, params), draft)
     self.vocab: int = _vocab(graphdef, params)
+    self.draft = _draft(nnx.merge(graphdef, params), draft)
+    self.tree = self._shape(rule, tree)
+    self.draft = self.tree.depth if self.tree else self.draft
     learned = nnx.merge(graphdef, params).trunk.config.learned_positions
     self.longest = longest if learned is None else min(longest, learned)
     self.rule, self.chunk, self.cache = rule, chunk, cache
@@ -116,6 +123,19 @@ class Decoder:
     self.take(params)
     self._compiled: dict[tuple, Any] = {}
     self.compilations: dict[tuple, float] = {}  # (what, rows, slots, draft): seconds
+
+  def _shape(self, rule: str, tree: Any) -> trees.Tree | trees.Dynamic | None:
+    """How drafts branch. A rule that is written for trees judges a chain as one."""
+    if tree is None:
+      alone = rule in verify.RULES or not self.draft
+      return None if alone else trees.Tree.chain(self.draft)
+    if rule not in branching.RULES:
+      fix = f'use {" or ".join(branching.RULES)}, or no tree'
+      raise ConfigError('rule', rule, 'judges chains only', fix)
+    if not self.draft:
+      fix = 'leave the tree out'
+      raise ConfigError('tree', tree, 'needs a drafter that drafts', fix)
+    return trees.parse(tree, self.draft, self.vocab)
 
   def take(self, params: Any) -> None:
     """Other parameters of the same model: what is compiled stays."""
@@ -247,7 +267,9 @@ class Decoder:
     name = (what, *sizes, self.draft)
     if name not in self._compiled:
       began = time.monotonic()
-      plan = engine.Plan(self.draft, sizes[1], self.chunk, self.rule, self.cache)
+      plan = engine.Plan(
+        self.draft, sizes[1], self.chunk, self.rule, self.cache, self.tree
+      )
       run = functools.partial(getattr(engine, what), self._graphdef, plan)
       donate = (1,) if what == 'one_round' else ()
       with jax.set_mesh(self._mesh):

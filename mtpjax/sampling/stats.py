@@ -23,6 +23,7 @@ class Stats:
     kept: the same after truncation.
     proposed: rounds that proposed at least j.
     reached: rounds that accepted at least j - 1 and proposed at least j.
+    nodes: drafts proposed in all; more than `proposed` adds up to where they branch.
     delivered: tokens handed out.
     prefills: rows that delivered any: each took a trunk pass for its prompt.
   """
@@ -32,6 +33,7 @@ class Stats:
   kept: Int[np.ndarray, ' K']
   proposed: Int[np.ndarray, ' K']
   reached: Int[np.ndarray, ' K']
+  nodes: int
   delivered: int
   prefills: int
 
@@ -43,6 +45,7 @@ class Stats:
     return cls(
       rounds=int(np.sum(np.asarray(state.rounds)[rows])),
       **{name: np.asarray(getattr(state, name))[rows].sum(0) for name in tables},
+      nodes=int(np.sum(np.asarray(state.nodes)[rows])),
       delivered=int(delivered.sum()),
       prefills=int((delivered > 0).sum()),
     )
@@ -63,7 +66,7 @@ class Stats:
 
   @property
   def acceptance_rate(self) -> float | None:
-    return _ratio(self.kept.sum(), self.proposed.sum())
+    return _ratio(self.kept.sum(), self.nodes)
 
   @property
   def tokens_per_pass(self) -> float | None:
@@ -90,7 +93,7 @@ class Stats:
       'passes': self.passes,
       'delivered': self.delivered,
       'accepted': int(self.kept.sum()),
-      'proposed': int(self.proposed.sum()),
+      'proposed': self.nodes,
     }
 
 

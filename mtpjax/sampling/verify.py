@@ -63,8 +63,8 @@ def greedy(
   best = jnp.argmax(logits, -1).astype(jnp.int32)
   broken = ~jnp.isfinite(jnp.max(logits, -1))
   accepted = _leading((best[:, :-1] == tokens_BK) & ~broken[:, :-1], count_B)
-  failed = _pick(broken.astype(jnp.int32), accepted) > 0
-  return Verdict(accepted, _pick(best, accepted), failed)
+  failed = pick(broken.astype(jnp.int32), accepted) > 0
+  return Verdict(accepted, pick(best, accepted), failed)
 
 
 def rejection(
@@ -81,7 +81,7 @@ def rejection(
   from (p - q)+ normalised; if none is refused, the last row gives a further token.
   """
   q, p_x, q_x, count_B = _judged(p, tokens_BK, q, count_B)
-  u = _uniform(seed_B, round_B, p_x)
+  u = uniform(seed_B, round_B, p_x)
   # p ≥ q accepts whatever u is: u·q can round up to q.
   accepted = _leading((p_x > 0) & ((p_x >= q_x) | (u * q_x < p_x)), count_B)
   return _verdict(p, _rest(p, q, count_B), accepted, seed_B, round_B)
@@ -116,7 +116,7 @@ def block(
   h_BK = jnp.where(either > 0, R_BK / jnp.where(either > 0, either, 1), 1)
   i = jnp.arange(1, P_BN.shape[1])[None]
   h_BK = jnp.where(i < count_B[:, None], h_BK, P_BK)
-  ok = (_uniform(seed_B, round_B, p_x) < h_BK) & (i <= count_B[:, None])
+  ok = (uniform(seed_B, round_B, p_x) < h_BK) & (i <= count_B[:, None])
   accepted = jnp.max(jnp.where(ok, i, 0), 1, initial=0)
   return _verdict(p, rest, accepted, seed_B, round_B)
 
@@ -135,8 +135,8 @@ def sample_and_match(
   """
   drawn = draw(keys(seed_B, round_B, CORRECT, p.shape[1]), p)
   # NaN would be drawn as token 0.
-  accepted = _leading((drawn[:, :-1] == tokens_BK) & _sound(p[:, :-1]), count_B)
-  return Verdict(accepted, _pick(drawn, accepted), ~_sound(_pick(p, accepted)))
+  accepted = _leading((drawn[:, :-1] == tokens_BK) & sound(p[:, :-1]), count_B)
+  return Verdict(accepted, pick(drawn, accepted), ~sound(pick(p, accepted)))
 
 
 def _judged(p, tokens_BK, q, count_B) -> tuple[Array, Array, Array, Array]:
@@ -148,10 +148,10 @@ def _judged(p, tokens_BK, q, count_B) -> tuple[Array, Array, Array, Array]:
   hit = tokens_BK[..., None] == jnp.arange(p.shape[-1])[None, None]
   q = hit.astype(p.dtype) if q is None else q
   p_x, q_x = (jnp.sum(jnp.where(hit, d, 0), -1) for d in (p[:, :-1], q))
-  return q, p_x, q_x, _leading(_sound(p[:, :-1]) & _sound(q), count_B)
+  return q, p_x, q_x, _leading(sound(p[:, :-1]) & sound(q), count_B)
 
 
-def _uniform(seed_B, round_B, like_BK: Array) -> Array:
+def uniform(seed_B, round_B, like_BK: Array) -> Array:
   """What each draft is judged with, in [0, 1)."""
   rows = keys(seed_B, round_B, ACCEPT, like_BK.shape[1])
   each = jax.vmap(lambda key: jax.random.uniform(key, dtype=like_BK.dtype))
@@ -172,7 +172,7 @@ def _leading(ok_BK: Array, count_B: Array) -> Array:
   return jnp.sum(jnp.cumprod((ok_BK & proposed).astype(jnp.int32), 1), 1)
 
 
-def _pick(x: Array, index_B: Array) -> Array:
+def pick(x: Array, index_B: Array) -> Array:
   """x[b, index[b]] of [B, N, …]. A gather would lose the sharding of a batch of one."""
   here = jnp.arange(x.shape[1])[None] == index_B[:, None]
   here = here.reshape(*here.shape, *(1,) * (x.ndim - 2))
@@ -181,14 +181,20 @@ def _pick(x: Array, index_B: Array) -> Array:
 
 def _verdict(p, rest, accepted, seed_B, round_B) -> Verdict:
   """Draws the token after the accepted ones."""
-  whole, row = (_pick(x, accepted) for x in (p, rest))
+  whole, row = (pick(x, accepted) for x in (p, rest))
   # Nothing remains where p = q but for rounding.
   row = jnp.where(jnp.sum(row, -1, keepdims=True) > 0, row, whole)
   after = draw(keys(seed_B, round_B, CORRECT, 1), row[:, None])[:, 0]
-  return Verdict(accepted, after, ~_sound(whole))
+  return Verdict(accepted, after, ~sound(whole))
 
 
-def _sound(rows: Array) -> Array:
+def lookup(x_BNV: Array, ids_BN: Int[Array, 'B N']) -> Array:
+  """x[b, n, ids[b, n]]."""
+  hit = ids_BN[..., None] == jnp.arange(x_BNV.shape[-1])[None, None]
+  return jnp.sum(jnp.where(hit, x_BNV, 0), -1)
+
+
+def sound(rows: Array) -> Array:
   """Which rows can be drawn from."""
   total = jnp.sum(rows, -1)
   return (total > 0) & jnp.isfinite(total)
