@@ -23,8 +23,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from mtpjax import losses, mesh, schedules
 from mtpjax.fields import ConfigError
 from mtpjax.losses import Targets
-from mtpjax.models import trunk as trunks
 from mtpjax.models import cache
+from mtpjax.models import trunk as trunks
 from mtpjax.models.attention import Leaf, Rows
 from mtpjax.models.cache import LayerCache
 from mtpjax.models.trunk import Needs, Trunk, TrunkOutput
