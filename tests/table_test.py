@@ -242,13 +242,26 @@ def check_acceptance(out, rule, names):
     assert not accepted[kind == 'broken'].any()
 
 
-@pytest.mark.parametrize('rule', verify.RULES)
-def test_texts_follow_the_chain_whatever_the_drafter(rule):
+@pytest.mark.parametrize(
+  'rule, tree',
+  [
+    *((rule, None) for rule in verify.RULES),
+    ('rejection', '2x2x1'),
+    pytest.param('rejection', 'dynamic:3:8', marks=pytest.mark.slow),
+    pytest.param('sample-and-match', '3x1x2', marks=pytest.mark.slow),
+  ],
+)
+def test_texts_follow_the_chain_whatever_the_drafter(rule, tree):
   kinds = {'broken': NAMES.index('broken'), 'teacher': NAMES.index('teacher')}
-  model = decoder(TABLE, list(KINDS.values()), rule, **kinds)
+  model = decoder(TABLE, list(KINDS.values()), rule, tree=tree, **kinds)
   texts, out = decode(model, 8192, 1, drafts=(None, 1, 3))
   check(texts, TABLE, SETTINGS, np.array(NAMES)[np.arange(len(texts)) % 8])
-  check_acceptance(out, rule, NAMES)
+  if tree is None:
+    check_acceptance(out, rule, NAMES)
+  else:  # the likeliest token is among the children
+    teacher = out.rows[NAMES.index('teacher') + 56 :: 64]
+    assert all((r.accepted == r.proposed).all() for r in teacher)
+    assert all(r.nodes > r.proposed.sum() for r in teacher)
   score = np.log(TABLE)[texts[:, :-1], texts[:, 1:]]
   np.testing.assert_allclose(out.logprobs, score, atol=1e-4)
 

@@ -258,11 +258,12 @@ def look_at_cache(
       window,
     )
     if branches is not None:
-      own = branches.seen
+      keys_at = whole(branches.keys_at)[:, None]
+      own = whole(branches.seen) & (keys_at >= 0)
       if window:
-        own &= at_BT[:, :, None] - branches.keys_at[:, None] < window
+        own &= whole(at_BT)[:, :, None] - keys_at < window
       nothing = jnp.zeros_like(whole(seen))
-      seen |= write(nothing, whole(own), branches.first + before, axis=2)
+      seen |= write(nothing, own, branches.first + before, axis=2)
     out = attention.attend_cached(
       q,
       kept.keys,

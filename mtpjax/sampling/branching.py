@@ -138,10 +138,10 @@ def rejection(
     left = jnp.where(total > 0, left / jnp.where(total > 0, total, 1), rest)
     rest = jnp.where((mine & ~taken)[:, None], left, rest)
     below = jax.lax.dynamic_index_in_dim(p, n + 1, 1, keepdims=False)
-    rest = jnp.where(taken[:, None], cache.whole(below), rest)
-    return jnp.where(taken, n + 1, row), rest
+    rest = jnp.where(taken[:, None], below, rest)
+    return cache.whole(jnp.where(taken, n + 1, row)), cache.whole(rest)
 
-  start = jnp.zeros_like(tokens_BN[:, 0]), cache.whole(p[:, 0])
+  start = cache.whole(jnp.zeros_like(tokens_BN[:, 0])), cache.whole(p[:, 0])
   row, rest = jax.lax.fori_loop(0, N, judge, start)
   key = verify.keys(seed_B, round_B, verify.CORRECT, 1)
   after = verify.draw(key, rest[:, None])[:, 0]

@@ -170,7 +170,8 @@ class Confident:
 def _processed(process: Process, logits_BMV: Array, above: base.Level | None):
   """Logits to draw from, and the tokens drafted before them, [B, M, K]."""
   B, M, _ = logits_BMV.shape
-  paths = cache.whole(jnp.zeros((B, M, 0), jnp.int32)) if above is None else above.drawn[2]
+  none = jnp.zeros((B, M, 0), jnp.int32)
+  paths = cache.whole(none) if above is None else above.drawn[2]
   return process(cache.whole(logits_BMV), paths), paths
 
 

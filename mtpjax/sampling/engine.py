@@ -188,7 +188,7 @@ def prefill(
     ends = (count > 0) & (start + count == lengths_B)
     hidden = cache.take(out.hidden, jnp.maximum(count - 1, 0), 1)
     logits = _logits(model, hidden)
-    past = _history(model, state, sampling)
+    past = history(model, state, sampling)
     judged = _processed(logits, sampling, _none(B), past)
     verdict = _judge(plan, judged, _none(B), None, zeros, sampling, zeros)
     state = dataclasses.replace(state, caches=caches)
@@ -228,7 +228,7 @@ def one_round(
   last = cache.take(state.tokens, start, 1)
   left = sampling.budget - (state.length - state.prompt)
   count = jnp.clip(jnp.minimum(sampling.draft, left - 1), 0, K)
-  past = _history(model, state, sampling)
+  past = history(model, state, sampling)
   draft = base.Draft(_none(B), _none(B), count)
   if part:
     choose = choice(plan, sampling, state.rounds, past)
@@ -323,7 +323,7 @@ def _logits(model, hidden_BTD) -> Array:
   )
 
 
-def _history(model, state: State, sampling: Sampling) -> processors.History:
+def history(model, state: State, sampling: Sampling) -> processors.History:
   return processors.history(
     state.tokens,
     state.prompt,

@@ -53,7 +53,7 @@ class Tree:
     return cls(tuple(parents))
 
   @classmethod
-  def best(cls, acceptance: Sequence[Sequence[float]], budget: int) -> Tree:
+  def best(cls, acceptance: Any, budget: int) -> Tree:
     """The tree of at most `budget` nodes with the most accepted drafts to expect: the
     largest sum over nodes of the product of acceptance along the path to each, its own
     included (SpecInfer; Medusa).
