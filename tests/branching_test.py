@@ -2,6 +2,8 @@
 distribution, over every draft that can be drawn; the rules then decide as it does on
 either side of its every threshold, and draw from what it draws from."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,6 +117,10 @@ def test_the_walk_delivers_the_target(name, rule):
 
 class Fed:
   """Uniforms and drawn tokens of the test's own; keeps the weights of the draws."""
+
+  u: Any
+  y: Any  # None: the heaviest
+  weights: Any
 
   def __init__(self, monkeypatch):
     monkeypatch.setattr(verify, 'uniform', lambda *_: self.u)

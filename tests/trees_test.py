@@ -41,7 +41,8 @@ DRAFTERS = {
 
 
 def test_a_tree_is_read_from_the_children_by_depth():
-  tree = trees.parse('3x2x1', 3, 100)
+  tree = trees.Tree.full((3, 2, 1))
+  assert trees.parse('3x2x1', 3, 100) == tree
   assert tree == trees.Tree((-1,) * 3 + (0, 0, 1, 1, 2, 2) + tuple(range(3, 9)))
   assert tree.depths == [1] * 3 + [2] * 6 + [3] * 6
   assert tree.ranks == [0, 1, 2] + [0, 1] * 3 + [0] * 6
