@@ -37,12 +37,13 @@ from flax import nnx
 from mtpjax import mesh, model
 from mtpjax.drafters import base, sequential
 from mtpjax.models import cache, trunk
-from mtpjax.sampling import drafting, engine, filters
+from mtpjax.sampling import engine, filters
+from mtpjax.sampling.drafting import Likeliest
 
 PROMPT, RIGHT = 16, (3, 1, 3, 0, 2, 3)  # tokens; right drafts, by round
 
 
-class Told(drafting.Likeliest):
+class Told(Likeliest):
   """Draws as drafters do, and then says what it is told."""
 
   def __init__(self, choose: base.Choose, tokens: jax.Array):
@@ -186,7 +187,7 @@ def drafting(drafter: Any, K: int, slots: int, text, count: int) -> Run:
 
     def body(carry):
       n, own = carry
-      draft, own = part.propose(m.trunk, state.caches, own, K, drafting.Likeliest())
+      draft, own = part.propose(m.trunk, state.caches, own, K, Likeliest())
       tokens = jnp.pad(cache.whole(draft.tokens), ((0, 0), (0, 1)))
       start = jnp.full_like(state.length, PROMPT) + n % (slots - PROMPT - K)
       block = base.Committed(start, jnp.full_like(start, 2), tokens, out)

@@ -70,7 +70,7 @@ class Tree:
     # A node can be taken once its parent and the sibling before it have been: both are
     # worth as much at least, so the best that can be taken is the best there is.
     taken: list[tuple[int, ...]] = []
-    ready = [(-table[0, 0], (0,))]
+    ready: list[tuple[float, tuple[int, ...]]] = [(-table[0, 0], (0,))]
     while ready and len(taken) < budget:
       value, path = heapq.heappop(ready)
       if value >= 0:
