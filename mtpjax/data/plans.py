@@ -96,7 +96,8 @@ def check_targets(source: AnySource, rows: pack.Rows) -> None:
       where = f'data.source.parts[{name}]' if name else 'data.source'
       raise DataError(
         f'{where}={part}: no training document has two tokens of which the second may '
-        'be a target, so there is nothing to predict; give longer documents'
+        'be a target, so there is nothing to predict; give longer documents, or masks '
+        'that let more be learnt'
       )
 
 

@@ -278,7 +278,8 @@ def encode_document(
   name, mask = document.name, None
   if document.tokens is not None:
     try:
-      ids = check_ids(document.tokens, tokenizer.vocab_size).astype(np.int32)
+      fix = 'set data.tokenizer to the one that made them'
+      ids = check_ids(document.tokens, tokenizer.vocab_size, fix).astype(np.int32)
     except DataError as error:
       raise DataError(f'{name}: {error}') from None
     if document.mask is not None:
@@ -322,7 +323,11 @@ def as_text(text: str | bytes, where: str) -> str:
   return text
 
 
-def check_ids(ids: ArrayLike, vocab_size: int) -> np.ndarray:
+def check_ids(
+  ids: ArrayLike,
+  vocab_size: int,
+  fix: str = 'mask padded logits, and decode with the tokenizer of the checkpoint',
+) -> np.ndarray:
   """Ids as an array of integers. Raises DataError on one outside the vocabulary."""
   array = np.asarray(ids)
   if not array.size:
@@ -332,10 +337,7 @@ def check_ids(ids: ArrayLike, vocab_size: int) -> np.ndarray:
   low, high = int(array.min()), int(array.max())
   if low < 0 or high >= vocab_size:
     bad = low if low < 0 else high
-    raise DataError(
-      f'id {bad} is outside the vocabulary of {vocab_size}: mask padded logits, and '
-      'decode with the tokenizer of the checkpoint'
-    )
+    raise DataError(f'id {bad} is outside the vocabulary of {vocab_size}: {fix}')
   return array
 
 
