@@ -29,6 +29,7 @@ def define_flags() -> None:
     'topology', None, 'what --dry_run compiles for instead: TPUs, v5e:4x4, or cpu:64'
   )
   saved.define_json()
+  flags.declare_key_flag('json')
 
 
 def refuse_flags() -> None:

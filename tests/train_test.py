@@ -40,6 +40,12 @@ def events(workdir):
   return found
 
 
+def test_help_lists_every_flag(start, tmp_path):
+  done = ended_well(start('train', '--help', cwd=tmp_path))
+  for name in ('workdir', 'dry_run', 'topology', 'json', 'coordinator', 'import'):
+    assert f'\n  --{name}=' in done.stdout
+
+
 def test_a_run_writes_everything_that_people_and_programs_read(straight):
   names = {p.name for p in straight.iterdir()}
   assert names == {
