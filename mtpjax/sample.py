@@ -6,8 +6,10 @@
 Greedy unless --temperature says otherwise. A single prompt streams; on a terminal,
 accepted drafts are underlined. --prompts has a prompt a line; of a .jsonl file each
 line is a JSON string, or an object with `prompt` and settings of its own: budget,
-temperature, top_k, top_p, min_p, seed, draft. --draft=0 decodes plainly. --json=-
-writes JSON to standard output, and nothing else.
+temperature, top_k, top_p, min_p, seed, draft, min_tokens, repetition_penalty,
+presence_penalty, frequency_penalty, logit_bias (an object of values by token id) and
+stop_strings (an array). --draft=0 decodes plainly. --json=- writes JSON to standard
+output, and nothing else.
 """
 
 import contextlib
@@ -44,6 +46,22 @@ _SEED = flags.DEFINE_integer('seed', 0, 'of the first prompt; the next has one m
 _STOP = flags.DEFINE_multi_string(
   'stop', [], 'text of one token that ends it, as the end of a document does'
 )
+_STOP_STRING = flags.DEFINE_multi_string(
+  'stop_string', [], 'any text that ends it, and is none of it; may be repeated'
+)
+_MIN_TOKENS = flags.DEFINE_integer('min_tokens', 0, 'new tokens before a stop may come')
+_REPETITION = flags.DEFINE_float(
+  'repetition_penalty', 1.0, 'divides logits of tokens in prompt and text; 1 is off'
+)
+_PRESENCE = flags.DEFINE_float(
+  'presence_penalty', 0.0, 'taken off logits of tokens in the text'
+)
+_FREQUENCY = flags.DEFINE_float(
+  'frequency_penalty', 0.0, 'the same for every time that it is there'
+)
+_BIAS = flags.DEFINE_multi_string(
+  'logit_bias', [], 'ID:VALUE, added to the logit of a token; -inf bans it'
+)
 _DRAFT = flags.DEFINE_integer('draft', None, 'drafts a round; default as trained')
 _RULE = flags.DEFINE_string('rule', 'rejection', 'how drafts of drawn text are judged')
 _CACHE = flags.DEFINE_string(
@@ -79,7 +97,11 @@ def read_prompts() -> list[tuple[str, dict[str, Any]]]:
   return prompts
 
 
-_OWN = ('budget', 'temperature', 'top_k', 'top_p', 'min_p', 'seed', 'draft')
+_OWN = (
+  *('budget', 'temperature', 'top_k', 'top_p', 'min_p', 'seed', 'draft', 'min_tokens'),
+  *('repetition_penalty', 'presence_penalty', 'frequency_penalty'),
+  *('logit_bias', 'stop_strings'),
+)
 
 
 def _prompt(line: str, where: str, is_json: bool) -> tuple[str, dict[str, Any]]:
@@ -93,6 +115,11 @@ def _prompt(line: str, where: str, is_json: bool) -> tuple[str, dict[str, Any]]:
       ) from None
     if isinstance(prompt, dict):
       own = {k: v for k, v in prompt.items() if k != 'prompt'}
+      if isinstance(own.get('logit_bias'), dict):  # JSON has no whole numbers for keys
+        pairs = own['logit_bias'].items()
+        own['logit_bias'] = tuple(_pair(token, by, where) for token, by in pairs)
+      if isinstance(own.get('stop_strings'), list):
+        own['stop_strings'] = tuple(own['stop_strings'])
       prompt = prompt.get('prompt')
   for name in own:
     if name not in _OWN:
@@ -104,12 +131,26 @@ def _prompt(line: str, where: str, is_json: bool) -> tuple[str, dict[str, Any]]:
   return prompt, own
 
 
+def _pair(token: str, value: Any, where: str) -> tuple[int, float]:
+  """A token's bias. Raises ConfigError on what is none."""
+  try:
+    return int(token), float(value)
+  except (TypeError, ValueError):
+    said, fix = f'{token}:{value}', 'use the id of a token and a number, as 17:-1.5'
+    raise fields.ConfigError(where, said, 'is no bias of a token', fix) from None
+
+
+def biases() -> tuple[tuple[int, float], ...]:
+  pairs = [text.partition(':') for text in _BIAS.value]
+  return tuple(_pair(token, value, '--logit_bias') for token, _, value in pairs)
+
+
 def stop_ids(tokenizer: Any) -> tuple[int, ...]:
   found = [] if tokenizer.end is None else [tokenizer.end]
   for text in _STOP.value:
     ids = tokenizer.encode(text, where='--stop')
     if len(ids) != 1:
-      fix = 'a stop is a single token'
+      fix = f'a stop is a single token; use --stop_string={text}'
       raise fields.ConfigError('--stop', text, f'is {len(ids)} tokens', fix)
     found.append(int(ids[0]))
   return tuple(found)
@@ -125,7 +166,8 @@ def _named_as_flags(given: list[tuple[str, dict[str, Any]]]) -> Iterator[None]:
     own = any(name in settings for _, settings in given)
     if own or name not in (*_OWN, 'rule', 'longest', 'cache'):
       raise
-    flag = '--tokens' if name == 'budget' else f'--{name}'
+    named = {'budget': 'tokens', 'stop_strings': 'stop_string'}
+    flag = f'--{named.get(name, name)}'
     raise fields.ConfigError(flag, error.value, error.problem, error.fix) from None
 
 
@@ -149,6 +191,12 @@ def complete(given: list[tuple[str, dict[str, Any]]], config: configs.Config) ->
     'top_p': _TOP_P.value,
     'min_p': _MIN_P.value,
     'stop': stop_ids(run.tokenizer),
+    'stop_strings': tuple(_STOP_STRING.value),
+    'min_tokens': _MIN_TOKENS.value,
+    'repetition_penalty': _REPETITION.value,
+    'presence_penalty': _PRESENCE.value,
+    'frequency_penalty': _FREQUENCY.value,
+    'logit_bias': biases(),
   }
   prompts = [text for text, _ in given]
   settings = [

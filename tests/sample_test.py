@@ -70,6 +70,24 @@ def test_json_on_standard_output_is_nothing_else(sample, place):
     assert (one['finish_reason'] == 'stop') == one['text'].endswith('e')
 
 
+def test_processors_and_stop_strings_of_flags_and_of_a_prompt(sample, place):
+  lines = [
+    {'prompt': 'one'},
+    {'prompt': 'one', 'stop_strings': [], 'logit_bias': {'101': '-inf'}},
+    {'prompt': 'one', 'min_tokens': 9, 'stop_strings': ['e', ' ']},
+  ]
+  (place / 'own.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+  args = ('--temperature=1', '--frequency_penalty=0.5', '--stop_string=e', '--json=-')
+  done = ended_well(sample(f'--prompts={place}/own.jsonl', '--logit_bias=32:2', *args))
+  first, banned, late = json.loads(done.stdout)['completions']
+  assert first['settings']['logit_bias'] == [[32, 2.0]]
+  assert first['settings']['frequency_penalty'] == 0.5
+  assert 'e' not in first['text'] and 'e' not in banned['text']
+  assert len(banned['tokens']) == 24 and len(late['tokens']) > 9
+  assert late['finish_reason'] == 'stop'
+  assert set('e ') & set(bytes(late['tokens'][-1:]).decode('utf-8', 'replace'))
+
+
 def test_accepted_drafts_are_underlined_on_a_terminal(place, straight):
   ours, theirs = pty.openpty()
   args = (f'--checkpoint={straight}', '--tokens=60', '--prompt=one module predicts ')
@@ -97,7 +115,12 @@ def test_accepted_drafts_are_underlined_on_a_terminal(place, straight):
     (('--prompt=a', '--tokens=-1'), ('--tokens = -1',)),
     (('--prompt=a', '--draft=9'), ('--draft = 9', '0 … 2')),
     (('--prompt=a', '--rule=hope'), ('--rule = ', 'hope', 'rejection')),
-    (('--prompt=a', '--stop=ab'), ('--stop', '2 tokens')),
+    (('--prompt=a', '--stop=ab'), ('--stop', '2 tokens', '--stop_string=ab')),
+    (('--prompt=a', '--stop_string='), ("--stop_string = ''", 'is empty')),
+    (('--prompt=a', '--min_tokens=25'), ('--min_tokens = 25', 'the budget of 24')),
+    (('--prompt=a', '--repetition_penalty=0'), ('--repetition_penalty = 0', 'off')),
+    (('--prompt=a', '--logit_bias=x:1'), ('--logit_bias', 'x:1', '17:-1.5')),
+    (('--prompt=a', '--logit_bias=999:1'), ('--logit_bias = 999', 'use ids in 0')),
     (('--prompt=a', '--longest=20'), ('1 tokens and a budget of 24', 'longest=20')),
     (('--prompt=a', '--json=/proc/none/x'), ('--json', 'cannot be written')),
     (('--prompt=a', '--tempreature=1'), ('--tempreature', 'did you mean')),

@@ -409,6 +409,28 @@ def test_added_tokens_count_as_they_are_spelt(tmp_path):
   assert built.decode(ids) == 'x    Привет</s>'
 
 
+@pytest.mark.parametrize('make', [_byte_level, _sentencepiece])
+def test_bytes_of_tokens_are_what_decoding_writes(tmp_path, make):
+  made = make()
+  made.add_tokens(['    ', 'Привет'])
+  built = _open(tmp_path, made)
+  spelt = built.token_bytes
+  assert len(spelt) == built.vocab_size
+  texts = ('hello world', ' абв бa', 'zж🙂 hello', 'x    Привет</s>', 'e</s>  lo')
+  before = built.encode('x')
+  for text in texts:
+    ids = built.encode(text)
+    found = b''.join(spelt[n] for n in ids)
+    whole = built.decode(np.concatenate([before, ids]))
+    assert whole.encode() == b'x' + found
+  if make is _byte_level:  # any bytes, text or not
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+      ids = rng.integers(0, built.vocab_size, 9)
+      found = b''.join(spelt[n] for n in ids)
+      assert built.decode(ids) == found.decode('utf-8', 'replace')
+
+
 # Kept and shown
 
 

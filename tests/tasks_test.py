@@ -179,6 +179,7 @@ def test_words_are_tokens():
   assert own.decode([1, 0, 3, 2]) == 'bc a = ж'
   assert own.decode([]) == '' and own.encode('').tolist() == []
   assert own.bytes_per_token.tolist() == [2, 3, 3, 2] and own.vocab_size == 4
+  assert b''.join(own.token_bytes[n] for n in (1, 0, 3, 2)).decode() == ' bc a = ж'
   assert tokenizer.from_json(own.to_json()) == own
   assert tokenizer.from_json(own.to_json()).fingerprint == own.fingerprint
   assert words.Words(('a', 'bc', '=', 'ж')).fingerprint != own.fingerprint

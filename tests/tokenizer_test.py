@@ -37,6 +37,7 @@ def test_round_trip_and_byte_counts(built, text):
   else:  # a loop over the characters
     assert ids.tolist() == [built.characters.index(c) for c in text]
     assert counts.tolist() == [len(c.encode()) for c in text]
+  assert b''.join(built.token_bytes[n] for n in ids) == text.encode()
 
 
 def test_byte_counts_keep_the_shape():
@@ -69,6 +70,7 @@ def test_bytes_may_have_an_end():
   assert own.encode('жa').tolist() == [0xD0, 0xB6, 0x61]
   assert own.decode([0xD0, 0xB6, 256, 0x61, 256]) == 'жa'
   assert own.bytes_per_token.tolist() == [1] * 256 + [0]
+  assert b''.join(own.token_bytes) == bytes(range(256)) and own.token_bytes[-1] == b''
   assert tokenizer.from_json(own.to_json()) == own
   assert own.fingerprint != Bytes().fingerprint
   with pytest.raises(DataError, match='id 257'):

@@ -115,6 +115,11 @@ class HuggingFace:
     """Of the token's text after other text; 0 for special tokens and holes."""
     return self._sizes
 
+  @property
+  def token_bytes(self) -> tuple[bytes, ...]:
+    """Special tokens as they are spelt, for `decode` writes them; b'' for holes."""
+    return self._spelt
+
   def encode(
     self, text: str | bytes, where: str = 'the text'
   ) -> Int32[np.ndarray, 'T']:
@@ -192,6 +197,26 @@ class HuggingFace:
     sizes[[n for n, token in added.items() if token.special]] = 0
     return sizes
 
+  @functools.cached_property
+  def _spelt(self) -> tuple[bytes, ...]:
+    spelt = [b''] * self.vocab_size
+    kinds = _kinds(self.definition.get('decoder'))
+    if 'ByteLevel' in kinds:
+      # As the library decodes: a token that is all stand-ins for bytes is those bytes.
+      stand_ins = _stand_ins()
+      for token, n in self.vocabulary.items():
+        known = all(c in stand_ins for c in token)
+        spelt[n] = bytes(stand_ins[c] for c in token) if known else token.encode()
+      return tuple(spelt)
+    first = min(self.vocabulary.values())
+    numbers = [[first], *([first, n] for n in self.vocabulary.values())]
+    texts = self._tokenizer.decode_batch(numbers, skip_special_tokens=False)
+    before = len(texts[0].encode())
+    for (token, n), text in zip(self.vocabulary.items(), texts[1:], strict=True):
+      byte = 'ByteFallback' in kinds and re.fullmatch('<0x[0-9A-F]{2}>', token)
+      spelt[n] = bytes([int(token[3:5], 16)]) if byte else text.encode()[before:]
+    return tuple(spelt)
+
 
 class Bpe:
   """Byte-level BPE trained on the training documents, which gives a `HuggingFace`.
@@ -249,6 +274,14 @@ class Bpe:
       if self.end is not None:
         built.special['end'] = built.id_of(self.end, 'tokenizer.end')
       return built
+
+
+def _stand_ins() -> dict[str, int]:
+  """The byte of each character of a byte-level vocabulary: printable ones of Latin-1
+  stand for themselves, those from U+0100 on for the others."""
+  plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  rest = [byte for byte in range(256) if byte not in plain]
+  return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(rest)}
 
 
 def _texts(config: Bpe.Config, documents: Iterable[Document]) -> Iterator[str]:

@@ -41,6 +41,11 @@ class Tokenizer(Protocol):
     ...
 
   @property
+  def token_bytes(self) -> tuple[bytes, ...]:
+    """What each token adds to the UTF-8 of a decoded text, after other tokens."""
+    ...
+
+  @property
   def special(self) -> dict[str, int]:
     """Ids of the tokens that stand for no text, by role: 'begin', 'end', 'pad', …"""
     ...
@@ -113,6 +118,10 @@ class Bytes:
   def bytes_per_token(self) -> Int32[np.ndarray, 'V']:
     return (np.arange(self.vocab_size) < 256).astype(np.int32)
 
+  @property
+  def token_bytes(self) -> tuple[bytes, ...]:
+    return tuple(bytes([n]) if n < 256 else b'' for n in range(self.vocab_size))
+
   def encode(
     self, text: str | bytes, where: str = 'the text'
   ) -> Int32[np.ndarray, 'T']:
@@ -179,6 +188,10 @@ class Characters:
   @property
   def bytes_per_token(self) -> Int32[np.ndarray, 'V']:
     return self._sizes
+
+  @property
+  def token_bytes(self) -> tuple[bytes, ...]:
+    return tuple(c.encode() for c in self.characters)
 
   def encode(
     self, text: str | bytes, where: str = 'the text'

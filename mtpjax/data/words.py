@@ -45,6 +45,11 @@ class Words:
     """A word's UTF-8 bytes and the blank after it."""
     return np.array([len(w.encode()) + 1 for w in self.words], np.int32)
 
+  @property
+  def token_bytes(self) -> tuple[bytes, ...]:
+    """The blank before a word, and the word."""
+    return tuple(f' {w}'.encode() for w in self.words)
+
   @functools.cached_property
   def _ids(self) -> dict[str, int]:
     return {word: n for n, word in enumerate(self.words)}

@@ -22,7 +22,15 @@ from mtpjax.drafters import base
 from mtpjax.models import block as blocks
 from mtpjax.models import cache, trunk
 from mtpjax.models.attention import Leaf
-from mtpjax.sampling import branching, drafting, filters, processors, trees, verify
+from mtpjax.sampling import (
+  branching,
+  drafting,
+  filters,
+  processors,
+  stops,
+  trees,
+  verify,
+)
 from mtpjax.sampling.filters import Sampling
 
 LIVE, STOP, LENGTH, FAILED = range(4)  # why a row ended
@@ -51,6 +59,8 @@ class State:
     nodes: drafts proposed in all, int [B]; where they branch, more than the above add
       up to.
     passes: trunk passes, the prefill counted as one, int [].
+    strings: how much of its stop strings each row's text ends with, as states of their
+      automata, int [B, n]; None where no row has any.
   """
 
   tokens: Leaf
@@ -68,6 +78,7 @@ class State:
   reached: Leaf
   nodes: Leaf
   passes: Leaf
+  strings: Leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +186,7 @@ def prefill(
     reached=counts,
     nodes=zeros,
     passes=jnp.ones((), jnp.int32),
+    strings=None if sampling.strings is None else sampling.strings.start,
   )
 
   def read(carry):
@@ -402,9 +414,13 @@ def _commit(
   given = jnp.minimum(
     verdict.accepted + 1, sampling.budget - (state.length - state.prompt)
   )
-  stops = (emitted[:, :, None] == sampling.stop[:, None]).any(-1)
-  stops &= at < given[:, None]
-  first = jnp.min(jnp.where(stops, at, N), 1)
+  ends = (emitted[:, :, None] == sampling.stop[:, None]).any(-1)
+  if sampling.strings is not None:
+    table, so_far = sampling.strings.table, (state.length - state.prompt)[:, None]
+    found, matched = stops.advance(table, state.strings, emitted)
+    ends |= found & (so_far + at >= sampling.processing.least[:, None])
+  ends &= at < given[:, None]
+  first = jnp.min(jnp.where(ends, at, N), 1)
   count = jnp.minimum(given, first + 1)
   failed = who & verdict.failed
   # What was accepted before a broken row is sound and stays.
@@ -418,6 +434,11 @@ def _commit(
   reason = jnp.where(who & (first < count), STOP, reason)
   picked = emitted[..., None] == jnp.arange(logits.shape[-1])[None, None]
   score = jnp.sum(jnp.where(picked, logits, 0), -1) - jax.nn.logsumexp(logits, -1)
+
+  if sampling.strings is not None:
+    kept = jnp.arange(N + 1)[None] == count[:, None]
+    matched = jnp.sum(jnp.where(kept[..., None], matched, 0), 1)
+    state = dataclasses.replace(state, strings=matched)
 
   def write(table, new):
     old = cache.take(table, state.length, N)

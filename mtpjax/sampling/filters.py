@@ -20,8 +20,9 @@ from jaxtyping import Array, Float, Key
 from mtpjax import mesh
 from mtpjax.fields import ConfigError
 from mtpjax.models.attention import Leaf
-from mtpjax.sampling import processors
+from mtpjax.sampling import processors, stops
 from mtpjax.sampling.processors import Processing
+from mtpjax.sampling.stops import Strings
 
 STOPS = 16  # stop tokens of a row, at most: a shape that is compiled for
 
@@ -44,14 +45,17 @@ class Settings:
       `end`. () is no stop at all.
     draft: tokens to draft a round, at most; None is as many as was compiled for.
     logit_bias: what is added to the logit of a token, by its id; -inf bans it.
-    min_tokens: new tokens before a token of `stop` may come.
+    min_tokens: new tokens before a token of `stop` may come, or a stop string end.
     repetition_penalty: of tokens in prompt and text: logits above 0 are divided by it,
       those below multiplied (Keskar et al. 2019); 1 is off.
     presence_penalty: taken off the logit of every token in the text; 0 is off.
     frequency_penalty: the same for every time that it is there; 0 is off.
+    stop_strings: a text ends with the token in which it holds one of them, be it in the
+      middle of tokens; the prompt is no part of it. For this the tokens must have a
+      text: a `Sampler` has, and ends its own before the string.
 
-  The last five apply in this order, before the temperature. What a token is judged by
-  is the text before it, drafts among it.
+  Bias, minimum length and penalties apply in this order, before the temperature. What a
+  token is judged by is the text before it, drafts among it.
   """
 
   budget: int = 64
@@ -67,6 +71,7 @@ class Settings:
   repetition_penalty: float = 1.0
   presence_penalty: float = 0.0
   frequency_penalty: float = 0.0
+  stop_strings: tuple[str, ...] = ()
 
   def __post_init__(self):
     if isinstance(self.logit_bias, Mapping):  # settings are hashable
@@ -91,6 +96,7 @@ class Settings:
     if not 0 <= self.min_p <= 1:
       raise ConfigError('min_p', self.min_p, 'is not in [0, 1]', 'use 0 for off')
     processors.check(self, vocab)
+    stops.check(self.stop_strings)
     if self.stop is None:
       return
     if not isinstance(self.stop, tuple | list):
@@ -116,13 +122,17 @@ def check_whole(name: str, value: Any) -> None:
 
 
 def arrays(
-  settings: Sequence[Settings], draft: int, key: Key[Array, ''] | None = None
+  settings: Sequence[Settings],
+  draft: int,
+  key: Key[Array, ''] | None = None,
+  strings: Strings | None = None,
 ) -> Sampling:
   """Checked settings as the device reads them, a row each.
 
   Args:
     draft: the longest draft compiled for.
     key: folded into every seed.
+    strings: the compiled stop strings of all rows.
   """
 
   def row(name: str, dtype):
@@ -145,6 +155,7 @@ def arrays(
     draft=jax.device_put(np.array(drafts, np.int32), mesh.ids_B),
     stop=jax.device_put(stop, mesh.whole_BT),
     processing=processors.arrays(settings),
+    strings=strings,
   )
 
 
@@ -165,6 +176,7 @@ class Sampling:
     draft: int; tokens to draft a round, at most.
     stop: int [B, n]; a token among them ends its row and is the last; -1 is none.
     processing: what changes logits before all of this.
+    strings: the stop strings, None where no row has any.
   """
 
   temperature: Leaf
@@ -176,6 +188,7 @@ class Sampling:
   draft: Leaf
   stop: Leaf
   processing: Processing
+  strings: Strings | None = None
 
 
 def probabilities(

@@ -2,8 +2,8 @@
 
 Shapes are bucketed: rows to powers of two, lengths to powers of two, so that one
 compilation for each (rows, length, longest draft) serves every batch of that size.
-Nothing else is compiled for: temperatures, filters, seeds, prompts, budgets, stops and
-draft lengths are data, each row's own.
+Stop strings take a table of a few sizes. Nothing else is compiled for: temperatures,
+filters, seeds, prompts, budgets, stops and draft lengths are data, each row's own.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from mtpjax import mesh
+from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.drafters import base
 from mtpjax.fields import ConfigError
 from mtpjax.models.cache import KINDS
-from mtpjax.sampling import branching, engine, filters, trees, verify
+from mtpjax.sampling import branching, engine, filters, stops, trees, verify
 from mtpjax.sampling.filters import Sampling, Settings
 from mtpjax.sampling.stats import Stats
 
@@ -81,6 +82,7 @@ class Decoder:
     longest: tokens of a row, prompt and new ones, at most; never more than a trunk
       with learned positions has.
     chunk: tokens of a prompt read at once.
+    tokenizer: what stop strings are looked for in; a `Sampler` gives its own.
     cache: what keys and values are kept in, 'bfloat16' or 'int8'; None is the dtype of
       compute. Text may differ a little, with drafts and without in the same way.
 
@@ -99,6 +101,7 @@ class Decoder:
     longest: int = 4096,
     chunk: int = 64,
     cache: str | None = None,
+    tokenizer: Tokenizer | None = None,
   ):
     if rule not in RULES:
       raise ConfigError('rule', rule, 'is no rule', f'use {" or ".join(RULES)}')
@@ -118,11 +121,14 @@ class Decoder:
     learned = nnx.merge(graphdef, params).trunk.config.learned_positions
     self.longest = longest if learned is None else min(longest, learned)
     self.rule, self.chunk, self.cache = rule, chunk, cache
+    self.tokenizer = tokenizer
+    self._automata: dict[str, stops.Automata] = {}  # by the tokenizer's fingerprint
     self._graphdef = graphdef
     self._mesh = mesh.whole_in_time()
     self.take(params)
     self._compiled: dict[tuple, Any] = {}
-    self.compilations: dict[tuple, float] = {}  # (what, rows, slots, draft): seconds
+    # (what, rows, slots, draft), and rows of the table of stop strings if there are any
+    self.compilations: dict[tuple, float] = {}  # in seconds
 
   def _shape(self, rule: str, tree: Any) -> trees.Tree | trees.Dynamic | None:
     """How drafts branch. A rule that is written for trees judges a chain as one."""
@@ -209,6 +215,13 @@ class Decoder:
         fix = 'use filters.Settings(…)'
         raise ConfigError(f'settings[{row}]', own, 'are no Settings', fix)
       own.check(self.vocab)
+      if own.stop_strings and self.tokenizer is None:
+        raise ConfigError(
+          f'settings[{row}].stop_strings',
+          own.stop_strings,
+          'needs the text of tokens, which is not known here',
+          'use a Sampler, or make the Decoder with tokenizer=…',
+        )
       if not 1 <= length <= P:
         problem = 'is empty' if length == 0 else f'does not fit in {P} tokens'
         fix = f'use 1 … {P}: a text starts from at least one token'
@@ -260,11 +273,24 @@ class Decoder:
         (rows, slots),
         jax.device_put(ids, mesh.whole_BT),
         jax.device_put(full, mesh.ids_B),
-        filters.arrays(each, self.draft, key),
+        filters.arrays(each, self.draft, key, self._strings(each)),
       )
+
+  def _strings(self, settings: Sequence[Settings]) -> stops.Strings | None:
+    """The stop strings, compiled; None where no row has any."""
+    strings = [own.stop_strings for own in settings]
+    if self.tokenizer is None or not any(strings):
+      return None
+    name = self.tokenizer.fingerprint
+    if name not in self._automata:
+      self._automata = {name: stops.Automata(self.tokenizer.token_bytes, self.vocab)}
+    return self._automata[name].strings(strings)
 
   def _call(self, what: str, sizes: tuple[int, int], *args) -> engine.State:
     name = (what, *sizes, self.draft)
+    strings = args[-1].strings
+    if strings is not None:
+      name += (len(strings.table),)
     if name not in self._compiled:
       began = time.monotonic()
       plan = engine.Plan(

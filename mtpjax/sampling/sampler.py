@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from mtpjax import saved
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.fields import ConfigError
-from mtpjax.sampling import filters
+from mtpjax.sampling import filters, stops
 from mtpjax.sampling.filters import Settings
 from mtpjax.sampling.generate import Decoder, Generation, pad
 from mtpjax.sampling.stats import Stats
@@ -24,8 +25,8 @@ class Completion:
   """What one prompt was continued with.
 
   Attributes:
-    prompt, text: text of each; the text does not repeat the prompt, and a last token
-      that is the end of the document is none of it.
+    prompt, text: text of each; the text does not repeat the prompt, and neither a last
+      token that is the end of the document nor a stop string is any of it.
     pieces: the text in parts, each with whether it came of accepted drafts.
     tokens, logprobs: of each new token.
     finish_reason: 'stop', 'length' or 'failed'; None while it goes on.
@@ -86,7 +87,9 @@ class Sampler:
     found: dict[int, Completion] = {}
     for rows in watch(self.batches(prompts)):
       out = self.decoder.generate(*pad([ids[r] for r in rows]), [each[r] for r in rows])
-      texts = self._write([prompts[r] for r in rows], [ids[r] for r in rows], out)
+      texts = self._write(
+        [prompts[r] for r in rows], [ids[r] for r in rows], [each[r] for r in rows], out
+      )
       found.update(zip(rows, texts, strict=True))
     return [found[n] for n in range(len(prompts))]
 
@@ -106,7 +109,7 @@ class Sampler:
     """
     texts, ids, each = self._read(prompts, settings)
     rounds = self.decoder.stream(*pad(ids), each)
-    return (self._write(texts, ids, out) for out in rounds)
+    return (self._write(texts, ids, each, out) for out in rounds)
 
   def _read(
     self, prompts: str | Sequence[str], settings: Settings | Sequence[Settings]
@@ -134,18 +137,29 @@ class Sampler:
         fix = 'a text starts from at least one character'
         raise ConfigError(f'prompts[{n}]', text, 'is empty', fix)
       ids.append(self.tokenizer.encode(text, where=f'prompts[{n}]'))
+    self.decoder.tokenizer = self.tokenizer
     self.decoder.check(*pad(ids), each)
     return texts, ids, each
 
+  @functools.cached_property
+  def _spelt(self) -> tuple[bytes, ...]:
+    return self.tokenizer.token_bytes
+
   def _write(
-    self, prompts: list[str], ids: list[np.ndarray], out: Generation
+    self,
+    prompts: list[str],
+    ids: list[np.ndarray],
+    settings: list[Settings],
+    out: Generation,
   ) -> list[Completion]:
     found = []
     for n, prompt in enumerate(prompts):
       size = int(out.lengths[n])
       tokens, reason = out.tokens[n, :size], out.finish_reason[n]
-      shown = size
-      if reason == 'stop' and tokens[-1] == self.tokenizer.end:
+      strings, cut, shown = settings[n].stop_strings, b'', size
+      if reason == 'stop' and strings:
+        cut = stops.tail([self._spelt[t] for t in tokens], strings)
+      if reason == 'stop' and not cut and tokens[-1] == self.tokenizer.end:
         shown -= 1
       parts = pieces(
         self.tokenizer,
@@ -154,6 +168,11 @@ class Sampler:
         reason is not None,
         ids[n],
       )
+      text = ''.join(text for text, _ in parts)
+      if strings and reason is None:  # what may become one is not shown yet
+        parts = _first(parts, len(text) - stops.undecided(text, strings))
+      elif cut:
+        parts = _first(parts, len(text) - len(cut.decode('utf-8', 'replace')))
       found.append(
         Completion(
           prompt,
@@ -205,3 +224,13 @@ def pieces(
       else:
         parts.append((new, mark))
   return parts
+
+
+def _first(parts: list[tuple[str, bool]], size: int) -> list[tuple[str, bool]]:
+  """The first characters of pieces."""
+  found = []
+  for text, drafted in parts:
+    if text[:size]:
+      found.append((text[:size], drafted))
+    size = max(0, size - len(text))
+  return found
