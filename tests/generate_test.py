@@ -128,11 +128,11 @@ def test_measures_of_the_worked_example(forced):
 MIXED = [
   Settings(budget=40),
   Settings(budget=40, temperature=1.0, seed=1),
-  Settings(budget=33, temperature=0.7, top_k=5, seed=2),
+  Settings(budget=33, temperature=0.7, top_k=5, seed=2, repetition_penalty=1.1),
   Settings(budget=40, temperature=1.3, top_p=0.9, seed=3, draft=2),
   Settings(budget=1, temperature=1.0, seed=4),
   Settings(budget=40, temperature=1.0, min_p=0.1, seed=5, stop=(3, 4)),
-  Settings(budget=37, draft=1),
+  Settings(budget=37, draft=1, frequency_penalty=0.2, logit_bias={3: 0.5}),
   Settings(budget=40, temperature=1.0, seed=7, draft=0),
 ]
 ROWS = PROMPTS[:8], LENGTHS[:8]

@@ -81,6 +81,15 @@ def test_a_text_ends_at_the_end_that_its_tokenizer_has(sampler):
   assert (one.tokens, one.text) == (plain.tokens[:1], plain.text[:1])
 
 
+def test_a_stop_string_ends_a_prompt_alone(sampler):
+  (plain,) = sampler('abc', SETTINGS)
+  string = plain.text[3:5]
+  (one,) = sampler('abc', dataclasses.replace(SETTINGS, stop_strings=(string,)))
+  assert one.text == plain.text[: plain.text.index(string)]
+  assert one.tokens == plain.tokens[: len(one.text) + 2]
+  assert one.finish_reason == 'stop'
+
+
 def test_everything_is_refused_before_anything_is_decoded(sampler):
   count = len(sampler.decoder.compilations)
   for prompts, settings, said in [

@@ -22,16 +22,9 @@ from mtpjax.drafters import base
 from mtpjax.models import block as blocks
 from mtpjax.models import cache, trunk
 from mtpjax.models.attention import Leaf
-from mtpjax.sampling import (
-  branching,
-  drafting,
-  filters,
-  processors,
-  stops,
-  trees,
-  verify,
-)
+from mtpjax.sampling import branching, drafting, filters, processors, trees, verify
 from mtpjax.sampling.filters import Sampling
+from mtpjax.sampling.stops import advance
 
 LIVE, STOP, LENGTH, FAILED = range(4)  # why a row ended
 
@@ -417,7 +410,7 @@ def _commit(
   ends = (emitted[:, :, None] == sampling.stop[:, None]).any(-1)
   if sampling.strings is not None:
     table, so_far = sampling.strings.table, (state.length - state.prompt)[:, None]
-    found, matched = stops.advance(table, state.strings, emitted)
+    found, matched = advance(table, state.strings, emitted)
     ends |= found & (so_far + at >= sampling.processing.least[:, None])
   ends &= at < given[:, None]
   first = jnp.min(jnp.where(ends, at, N), 1)
