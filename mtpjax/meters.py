@@ -176,6 +176,12 @@ class Trace:
     self.close()
 
 
+def _measured(out: dict) -> bool:
+  """Whether there was a target. Without any, as where all answers of a batch are cut
+  off, a loss of 0 is nothing that was reached."""
+  return any(np.any(sums.count) for sums in out['sums'].values())
+
+
 class Training:
   """Gathers steps' metrics as (sum, count); `flush` gives a line and starts anew.
 
@@ -257,8 +263,9 @@ class Training:
       for name, s in sums.items():
         self._meter.add(f'{name}/loss', s.nll, s.count)
         self._meter.add(f'{name}/agreement', s.correct, s.count)
-      self._meter.add('loss', out['loss'])
-      self._meter.add('grad_norm', out['grad_norm'])
+      if _measured(out):
+        self._meter.add('loss', out['loss'])
+        self._meter.add('grad_norm', out['grad_norm'])
     self._tokens += tokens
     self._all_tokens += tokens
     self._ended = time.monotonic()
@@ -285,7 +292,7 @@ class Training:
           'lower optimizer.rate.peak or optimizer.clip, or raise '
           'optimizer.rate.warmup'
         )
-    if guard.above is None:
+    if guard.above is None or not _measured(out):
       return
     first = not math.isfinite(self._smooth)
     self._smooth = loss if first else _SMOOTH * self._smooth + (1 - _SMOOTH) * loss

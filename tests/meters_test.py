@@ -107,6 +107,21 @@ def test_a_depth_without_targets_is_not_measured_and_spoils_nothing():
   assert all(math.isfinite(x) for x in line['loss_by_depth'][:3])
 
 
+def test_a_step_without_targets_is_in_no_mean_and_lowers_no_lowest_loss():
+  rng, guard = np.random.default_rng(8), meters.Guard(above=0.5, patience=2)
+  meter, steps = meters.Training(guard), [step_metrics(rng, loss=5.0) for _ in range(9)]
+  empty = step_metrics(rng, loss=0.0, grad_norm=0.0)
+  for sums in empty['sums'].values():
+    for values in (sums.nll, sums.correct, sums.count):
+      values[:] = 0
+  line = meter.add(1, empty, tokens=10)
+  assert line['loss'] is None and line['grad_norm'] is None
+  for n, out in enumerate([*steps, *[empty] * 30, *steps], 2):
+    line = meter.add(n, out, tokens=10)
+  assert not meter.high
+  assert_line_is_of(line, 2 * steps)
+
+
 def test_without_a_drafter_a_line_has_the_next_token_alone():
   out = step_metrics(np.random.default_rng(3))
   out['sums'], out['lambda'] = {'next': out['sums']['next']}, {}
