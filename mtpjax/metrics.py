@@ -226,8 +226,8 @@ def _scalars(
       yield from _scalars(value, f'{prefix}{name}/')
     elif isinstance(value, (list, tuple)):
       yield from _scalars({str(k): v for k, v in enumerate(value)}, f'{prefix}{name}/')
-    elif isinstance(value, (int, float)):
-      yield prefix + name, value
+    elif isinstance(value, (int, float)) and math.isfinite(value):
+      yield prefix + name, value  # of what is none, TensorBoard warns each time
 
 
 @contextlib.contextmanager

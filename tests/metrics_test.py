@@ -85,7 +85,7 @@ def test_json_is_strict():
   assert strict(metrics.to_json(1 / 3)) == 1 / 3
 
 
-def test_writer_appends_whole_lines_at_once(tmp_path):
+def test_writer_appends_whole_lines_at_once(tmp_path, caplog):
   with metrics.Writer(tmp_path) as writer:
     for step in (1, 2):
       writer.write(step, line(step, loss=math.nan))
@@ -95,6 +95,7 @@ def test_writer_appends_whole_lines_at_once(tmp_path):
   rows = metrics.read_metrics(tmp_path / 'metrics.jsonl')
   assert [row['step'] for row in rows] == [1, 2, 2]
   assert rows[0] == line(1, loss=None)
+  assert not caplog.records  # TensorBoard has no event for what was not measured
   assert rows[2] == {'step': 2, 'split': 'heldout', 'loss_by_depth': [1.0, 2.0]}
 
 
