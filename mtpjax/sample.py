@@ -8,8 +8,8 @@ accepted drafts are underlined. --prompts has a prompt a line; of a .jsonl file 
 line is a JSON string, or an object with `prompt` and settings of its own: budget,
 temperature, top_k, top_p, min_p, seed, draft, min_tokens, repetition_penalty,
 presence_penalty, frequency_penalty, logit_bias (an object of values by token id) and
-stop_strings (an array). --draft=0 decodes plainly. --json=- writes JSON to standard
-output, and nothing else.
+stop_strings (an array). --draft=0 decodes plainly. For many prompts of very uneven
+texts, --throughput. --json=- writes JSON to standard output, and nothing else.
 """
 
 import contextlib
@@ -64,6 +64,11 @@ _BIAS = flags.DEFINE_multi_string(
 )
 _DRAFT = flags.DEFINE_integer('draft', None, 'drafts a round; default as trained')
 _RULE = flags.DEFINE_string('rule', 'rejection', 'how drafts of drawn text are judged')
+_SAMPLES = flags.DEFINE_integer('samples', 1, 'texts of each prompt')
+_ROWS = flags.DEFINE_integer('rows', 32, 'prompts side by side, at most')
+_THROUGHPUT = flags.DEFINE_bool(
+  'throughput', False, 'a row whose text has ended takes the next prompt'
+)
 _CACHE = flags.DEFINE_string(
   'cache', None, 'keeps keys and values in bfloat16 or int8; default as computed'
 )
@@ -164,7 +169,7 @@ def _named_as_flags(given: list[tuple[str, dict[str, Any]]]) -> Iterator[None]:
   except fields.ConfigError as error:
     name = error.field.rpartition('.')[2]
     own = any(name in settings for _, settings in given)
-    if own or name not in (*_OWN, 'rule', 'longest', 'cache'):
+    if own or name not in (*_OWN, 'rule', 'longest', 'cache', 'samples', 'rows'):
       raise
     named = {'budget': 'tokens', 'stop_strings': 'stop_string'}
     flag = f'--{named.get(name, name)}'
@@ -211,14 +216,16 @@ def complete(given: list[tuple[str, dict[str, Any]]], config: configs.Config) ->
     longest=_LONGEST.value,
     cache=_CACHE.value,
   )
-  sampler = Sampler(decoder, run.tokenizer)
+  sampler = Sampler(decoder, run.tokenizer, _ROWS.value)
 
   began = time.monotonic()
-  if len(prompts) == 1 and not silent:
+  if len(prompts) == _SAMPLES.value == 1 and not silent:
     texts = [stream(sampler, prompts[0], settings[0])]
   else:
-    batches = len(sampler.batches(prompts))
-    texts = sampler(prompts, settings, lambda items: terminal.watch(items, batches))
+    call = sampler.throughput if _THROUGHPUT.value else sampler
+    texts = call(
+      prompts, settings, lambda calls: terminal.watch(calls, len(calls)), _SAMPLES.value
+    )
     if not silent:
       for one in texts:
         terminal.say(f'{one.prompt}{marked(one.pieces)}\n')
@@ -231,12 +238,13 @@ def complete(given: list[tuple[str, dict[str, Any]]], config: configs.Config) ->
   if not silent:
     terminal.say(summary(stats, seconds, compiling, run))
   if (out or silent) and jax.process_index() == 0:
+    each = [own.sample(n) for own in settings for n in range(_SAMPLES.value)]
     figures = {
       'checkpoint': str(run.directory),
       'step': run.step,
       'completions': [
         as_json(one) | {'settings': vars(own)}
-        for one, own in zip(texts, settings, strict=True)
+        for one, own in zip(texts, each, strict=True)
       ],
       **stats.to_json(),
       'tokens_per_second': stats.delivered / seconds if seconds > 0 else None,

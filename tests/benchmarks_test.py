@@ -41,3 +41,34 @@ def test_an_accelerators_table_in_small_on_a_cpu(place):
   lines = done.stdout.splitlines()
   first = [line.split()[0] for line in lines[1:]]
   assert first == ['training', 'depth', 'depth', 'depth', 'decoding']
+
+
+@pytest.mark.slow
+def test_a_queue_against_batches_in_small(place):
+  done = subprocess.run(
+    [
+      sys.executable,
+      f'{ROOT}/benchmarks/throughput.py',
+      *('--tiny', '--drafts=2', '--json=throughput.json'),
+    ],
+    env=environment(place),
+    cwd=place,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  ended_well(done)
+  found = json.loads((place / 'throughput.json').read_text())
+  # The script itself compares the texts.
+  for name in ('budgets', 'stops'):
+    own = found[name]
+    assert own['longest'] <= 20 and own['tokens'] > 12 * own['shortest']
+    assert own['queue_idle'] < own['batch_idle']
+    assert own['batch_seconds'] > 0 and own['queue_seconds'] > 0
+  assert found['prefill']['shared_seconds'] > 0
+  lines = done.stdout.splitlines()
+  assert [line.split(',')[0].strip() for line in lines[1:]] == [
+    'budgets',
+    'stops',
+    '8 samples',
+  ]

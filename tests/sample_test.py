@@ -48,9 +48,16 @@ def test_json_agrees_with_itself_and_with_plain_decoding(sample, place):
     assert len(one['tokens']) == len(one['logprobs']) == 24
   assert found['delivered'] == 72 and found['tau'] >= 1
   assert found['draft'] == 2 and found['compilations'] == 1
-  ended_well(sample(*args, '--draft=0'))
+  # Plainly, two texts of each prompt, through a queue.
+  queue = ('--throughput', '--samples=2', '--rows=2', '--cache=bfloat16')
+  ended_well(sample(*args, '--draft=0', *queue))
   plain = json.loads(out.read_text())
-  assert [one['text'] for one in plain['completions']] == texts
+  assert [one['text'] for one in plain['completions']] == [
+    text for text in texts for _ in range(2)
+  ]
+  seeds = [one['settings']['seed'] for one in plain['completions']]
+  assert seeds[::2] == [0, 1, 2] and len(set(seeds)) == 6
+  assert plain['cache'] == 'bfloat16' and found['cache'] is None
   assert plain['tau'] == 1.0 and plain['tokens_per_pass'] == 1.0
 
 
@@ -114,6 +121,8 @@ def test_accepted_drafts_are_underlined_on_a_terminal(place, straight):
     (('--prompt=a', '--temperature=-1'), ('--temperature = -1',)),
     (('--prompt=a', '--tokens=-1'), ('--tokens = -1',)),
     (('--prompt=a', '--draft=9'), ('--draft = 9', '0 … 2')),
+    (('--prompt=a', '--cache=int4'), ('--cache = ', 'int4', 'bfloat16 or int8')),
+    (('--prompt=a', '--samples=0'), ('--samples = 0', 'at least 1')),
     (('--prompt=a', '--rule=hope'), ('--rule = ', 'hope', 'rejection')),
     (('--prompt=a', '--stop=ab'), ('--stop', '2 tokens', '--stop_string=ab')),
     (('--prompt=a', '--stop_string='), ("--stop_string = ''", 'is empty')),

@@ -45,6 +45,29 @@ def test_completions_come_in_the_prompts_order_whatever_the_batches(sampler):
     assert sum(len(t) for t, drafted in one.pieces if drafted) == one.stats.kept.sum()
 
 
+def test_a_queue_and_samples_give_the_same_completions(sampler):
+  prompts = ['abcabcabc', 'j', 'fade', 'bad', 'hi']
+  plain, calls = sampler(prompts, SETTINGS), []
+  # One text ends at a string, of which each row has its own.
+  settings = [dataclasses.replace(SETTINGS, stop_strings=('jjj',))] * 5
+  settings[2] = dataclasses.replace(SETTINGS, stop_strings=(plain[2].text[3:5],))
+  together = sampler(prompts, settings)
+  assert together[2].finish_reason == 'stop'
+
+  def watch(batches):
+    calls.extend(batches)
+    return iter(batches)
+
+  queued = sampler.throughput(prompts, settings, watch, samples=2)
+  assert calls == [[1, 4, 3, 2, 0]]
+  assert [one.prompt for one in queued] == [p for p in prompts for _ in range(2)]
+  assert [one.tokens for one in queued[::2]] == [one.tokens for one in together]
+  assert [one.text for one in queued[::2]] == [one.text for one in together]
+  assert [one.tokens for one in queued[1::2]] != [one.tokens for one in together]
+  # Calls of up to 32 prompts a row, about as many in each.
+  assert [len(call) for call in sampler.batches(['a'] * 100, 32)] == [50, 50]
+
+
 def test_a_stream_grows_and_ends_as_the_completion(sampler):
   prompts = ['abc', 'fade']
   parts = list(sampler.stream(prompts, SETTINGS))

@@ -21,74 +21,27 @@ from mtpjax import losses, mesh
 from mtpjax.drafters import base
 from mtpjax.models import block as blocks
 from mtpjax.models import cache, trunk
-from mtpjax.models.attention import Leaf
-from mtpjax.sampling import branching, drafting, filters, processors, trees, verify
+from mtpjax.sampling import (
+  branching,
+  drafting,
+  filters,
+  processors,
+  rows,
+  trees,
+  verify,
+)
 from mtpjax.sampling.filters import Sampling
+from mtpjax.sampling.state import (
+  FAILED,
+  LENGTH,
+  LIVE,
+  STOP,
+  Plan,
+  State,
+  drafting_part,
+  empty,
+)
 from mtpjax.sampling.stops import advance
-
-LIVE, STOP, LENGTH, FAILED = range(4)  # why a row ended
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class State:
-  """What the loop carries. B rows, S slots of the buffers, K drafts at most.
-
-  Attributes:
-    tokens: prompt and what follows, int [B, S].
-    length: committed tokens, int [B].
-    prompt: tokens of the prompt, int [B].
-    reason: why a row ended, or LIVE, int [B].
-    logprobs: of each committed new token under the model itself, float [B, S].
-    drafted: whether a committed token is an accepted draft, bool [B, S].
-    caches: the trunk's, a layer each.
-    drafter: the drafter's state, None without one.
-    rounds: verification rounds of the row, int [B].
-    accepted: of those, the ones that accepted at least j drafts, before truncation at
-      stops and budgets, int [B, K].
-    kept: the same, after truncation.
-    proposed: those that proposed at least j, int [B, K].
-    reached: those that accepted at least j - 1 and proposed at least j, int [B, K].
-    nodes: drafts proposed in all, int [B]; where they branch, more than the above add
-      up to.
-    passes: trunk passes, the prefill counted as one, int [].
-    strings: how much of its stop strings each row's text ends with, as states of their
-      automata, int [B, n]; None where no row has any.
-  """
-
-  tokens: Leaf
-  length: Leaf
-  prompt: Leaf
-  reason: Leaf
-  logprobs: Leaf
-  drafted: Leaf
-  caches: Any
-  drafter: Any
-  rounds: Leaf
-  accepted: Leaf
-  kept: Leaf
-  proposed: Leaf
-  reached: Leaf
-  nodes: Leaf
-  passes: Leaf
-  strings: Leaf
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """What is compiled for: shapes and the rule. Everything else is data."""
-
-  draft: int  # K, the longest draft; 0 decodes plainly
-  slots: int  # tokens of a row, prompt and new ones
-  chunk: int = 64  # tokens of a prompt read at once
-  rule: str = 'rejection'
-  cache: str | None = None  # of keys and values; None: the dtype of compute
-  tree: trees.Tree | trees.Dynamic | None = None  # of depth K; None is a chain
-
-  @property
-  def nodes(self) -> int:
-    """Tokens of a draft."""
-    return self.tree.nodes if self.tree else self.draft
 
 
 def lay_out(graphdef: Any, params: PyTree) -> PyTree:
@@ -127,6 +80,7 @@ def decode(
   Args:
     weights: from `lay_out`.
     prompts_BP: right-padded prompts, P at most `plan.slots`.
+    sampling: of B · `plan.samples` rows.
   """
   if prompts_BP.shape[1] > plan.slots:
     raise ValueError(
@@ -148,71 +102,88 @@ def prefill(
   lengths_B: Int[Array, ' B'],
   sampling: Sampling,
 ) -> State:
-  """Reads the prompts a chunk at a time and commits the first token of each row."""
+  """Reads the prompts a chunk at a time and commits the first token of each row.
+
+  Several samples of a prompt are read as one up to its last token, then each reads that
+  and draws its own first token.
+  """
   model = nnx.merge(graphdef, weights)
-  part, config = _drafter(model, plan), model.trunk.config
-  layers = blocks.unstack(blocks.arrays(model.trunk.blocks))
   B, P = prompts_BP.shape
-  # Junk rows of a chunk or a draft may be written past the last token, never clamped.
-  block = max(plan.chunk, plan.nodes + 1)
-  room = base.Room(B, plan.slots + block, block, plan.draft, plan.cache)
-  zeros = jax.reshard(jnp.zeros((B,), jnp.int32), mesh.ids_B)
-  counts = jnp.zeros((B, plan.draft), jnp.int32, out_sharding=mesh.whole_BT)
-  tokens = jnp.pad(cache.whole(prompts_BP), ((0, 0), (0, room.length - P)))
-  sampling = _bounded(plan, sampling, lengths_B)
-  state = State(
-    tokens=tokens,
-    length=lengths_B,
-    prompt=lengths_B,
-    reason=jnp.where(sampling.budget > 0, zeros + LIVE, LENGTH),
-    logprobs=jnp.zeros_like(tokens, jnp.float32),
-    drafted=jnp.zeros_like(tokens, bool),
-    caches=[
-      cache.empty(config, B, room.length, config.window(n), block, plan.cache)
-      for n in range(len(layers))
-    ],
-    drafter=part.init_state(room) if part else None,
-    rounds=zeros,
-    accepted=counts,
-    kept=counts,
-    proposed=counts,
-    reached=counts,
-    nodes=zeros,
-    passes=jnp.ones((), jnp.int32),
-    strings=None if sampling.strings is None else sampling.strings.start,
-  )
+  state = empty(model, plan, B)
+  left = state.tokens.shape[1] - P
+  tokens = jnp.pad(cache.whole(prompts_BP), ((0, 0), (0, left)))
+  state = dataclasses.replace(state, tokens=tokens, length=lengths_B, prompt=lengths_B)
+  shared = plan.samples > 1
+  ends = lengths_B - shared
 
   def read(carry):
     at, state = carry
-    start = jnp.minimum(at, lengths_B)
-    count = jnp.clip(lengths_B - start, 0, plan.chunk)
-    inputs = cache.take(state.tokens, start, plan.chunk)
-    x = _enter(model, inputs, cache.positions(start, plan.chunk))
-    out, caches = trunk.extend(layers, x, start, state.caches, config, model.needs)
-    # Rows whose prompt ends in this chunk get their first token.
-    ends = (count > 0) & (start + count == lengths_B)
-    hidden = cache.take(out.hidden, jnp.maximum(count - 1, 0), 1)
-    logits = _logits(model, hidden)
-    past = history(model, state, sampling)
-    judged = _processed(logits, sampling, _none(B), past)
-    verdict = _judge(plan, judged, _none(B), None, zeros, sampling, zeros)
-    state = dataclasses.replace(state, caches=caches)
-    first = verdict.after[:, None]
-    state = _commit(
-      state, ends & (state.reason == LIVE), verdict, first, logits, sampling
-    )
-    if part:
-      given = base.Committed(
-        start, count, cache.take(state.tokens, start + 1, plan.chunk), out
-      )
-      drafter = part.absorb(model.trunk, caches, state.drafter, given)
-      state = dataclasses.replace(state, drafter=drafter)
-    return at + plan.chunk, state
+    start = jnp.minimum(at, ends)
+    count = jnp.clip(ends - start, 0, plan.chunk)
+    own = None if shared else sampling
+    return at + plan.chunk, _read(model, plan, state, start, count, plan.chunk, own)
 
-  longest = jnp.max(lengths_B)
-  return jax.lax.while_loop(
+  if not shared:
+    state = _ready(plan, state, sampling)
+  longest = jnp.max(ends)
+  state = jax.lax.while_loop(
     lambda carry: carry[0] < longest, read, (jnp.zeros((), jnp.int32), state)
   )[1]
+  if not shared:
+    return state
+  each = rows.repeat(dataclasses.replace(state, passes=None), plan.samples)
+  state = dataclasses.replace(each, passes=state.passes)
+  state = _ready(plan, state, sampling)
+  last = state.length - 1
+  return _read(model, plan, state, last, jnp.ones_like(last), 1, sampling)
+
+
+def _ready(plan: Plan, state: State, sampling: Sampling) -> State:
+  """Rows before their first token; one that may have none is done."""
+  some = _bounded(plan, sampling, state.prompt).budget > 0
+  strings = None if sampling.strings is None else sampling.strings.start
+  reason = jnp.where(some, LIVE, LENGTH)
+  return dataclasses.replace(state, reason=reason, strings=strings)
+
+
+def _read(
+  model,
+  plan: Plan,
+  state: State,
+  start_B: Array,
+  count_B: Array,
+  width: int,
+  sampling: Sampling | None,
+) -> State:
+  """The state after `count` more tokens of each prompt, `width` at most.
+
+  Args:
+    sampling: gives rows whose prompt ends here their first token; None: none ends.
+  """
+  part, config = drafting_part(model, plan), model.trunk.config
+  layers = blocks.unstack(blocks.arrays(model.trunk.blocks))
+  inputs = cache.take(state.tokens, start_B, width)
+  x = _enter(model, inputs, cache.positions(start_B, width))
+  out, caches = trunk.extend(layers, x, start_B, state.caches, config, model.needs)
+  state = dataclasses.replace(state, caches=caches)
+  if sampling is not None:
+    sampling = _bounded(plan, sampling, state.prompt)
+    ends = (count_B > 0) & (start_B + count_B == state.prompt)
+    hidden = cache.take(out.hidden, jnp.maximum(count_B - 1, 0), 1)
+    logits = _logits(model, hidden)
+    zeros = jnp.zeros_like(start_B)
+    none, past = _none(len(zeros)), history(model, state, sampling)
+    judged = _processed(logits, sampling, none, past)
+    verdict = _judge(plan, judged, none, None, zeros, sampling, zeros)
+    first = verdict.after[:, None]
+    live = state.reason == LIVE
+    state = _commit(state, ends & live, verdict, first, logits, sampling)
+  if part:
+    after = cache.take(state.tokens, start_B + 1, width)
+    given = base.Committed(start_B, count_B, after, out)
+    drafter = part.absorb(model.trunk, caches, state.drafter, given)
+    state = dataclasses.replace(state, drafter=drafter)
+  return state
 
 
 def _enter(model, ids_BT, positions_BT):
@@ -224,7 +195,7 @@ def one_round(
 ) -> State:
   """Draft, verify, keep, absorb: one trunk pass for every row that is live."""
   model = nnx.merge(graphdef, weights)
-  part, K = _drafter(model, plan), plan.draft
+  part, K = drafting_part(model, plan), plan.draft
   layers = blocks.unstack(blocks.arrays(model.trunk.blocks))
   sampling = _bounded(plan, sampling, state.prompt)
   B = state.length.shape[0]
@@ -304,10 +275,6 @@ def one_round(
     drafter = part.absorb(model.trunk, caches, state.drafter, given)
     state = dataclasses.replace(state, drafter=drafter)
   return state
-
-
-def _drafter(model, plan: Plan):
-  return model.objectives['drafter'] if plan.draft else None
 
 
 def _none(B: int) -> Array:

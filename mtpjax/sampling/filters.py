@@ -77,6 +77,13 @@ class Settings:
     if isinstance(self.logit_bias, Mapping):  # settings are hashable
       object.__setattr__(self, 'logit_bias', tuple(self.logit_bias.items()))
 
+  def sample(self, number: int) -> Settings:
+    """Those of a prompt's further samples, a seed each; number 0 is itself."""
+    if not number:
+      return self
+    seed = np.random.SeedSequence((self.seed, number)).generate_state(1)[0]
+    return dataclasses.replace(self, seed=int(seed))
+
   def check(self, vocab: int) -> None:
     """Raises ConfigError on what cannot be honoured."""
     for name in ('budget', 'top_k', 'seed', 'min_tokens', 'draft'):
@@ -119,6 +126,13 @@ def check_whole(name: str, value: Any) -> None:
     raise ConfigError(name, value, 'is no whole number', 'use an int')
   if not 0 <= value < limit:
     raise ConfigError(name, value, 'is out of range', f'use 0 … {limit - 1}')
+
+
+def check_positive(name: str, value: Any) -> None:
+  """Raises ConfigError unless the value is a whole number, and at least 1."""
+  check_whole(name, value)
+  if value < 1:
+    raise ConfigError(name, value, 'is not positive', 'use at least 1')
 
 
 def arrays(

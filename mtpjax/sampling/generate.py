@@ -13,56 +13,25 @@ import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Int, Key
 
 from mtpjax import mesh
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.drafters import base
 from mtpjax.fields import ConfigError
 from mtpjax.models.cache import KINDS
-from mtpjax.sampling import branching, engine, filters, stops, trees, verify
-from mtpjax.sampling.filters import Sampling, Settings
-from mtpjax.sampling.stats import Stats
+from mtpjax.sampling import branching, engine, filters, queue, stops, trees, verify
+from mtpjax.sampling.filters import Settings
+from mtpjax.sampling.jobs import Generation, Job, Padding
 
-REASONS = {engine.STOP: 'stop', engine.LENGTH: 'length', engine.FAILED: 'failed'}
 RULES = tuple({**verify.RULES, **branching.RULES})
 LOSSY = ('typical',)  # rules whose text is not distributed as the model's
-SHORTEST = 64  # slots of the smallest bucket
-Padding = Literal['right', 'left']
-
-
-@dataclasses.dataclass
-class Generation:
-  """What a batch of prompts was continued with; N is the most new tokens of a row.
-
-  Attributes:
-    tokens: new tokens, int [B, N]; past a row's length they are 0.
-    lengths: how many each row has, int [B].
-    finish_reason: 'stop', 'length' (of the budget) or 'failed' (the model gave no
-      distribution; what came before is sound); None while it is not done.
-    logprobs: of each token under the model itself, before temperature and filters, in
-      nats, float [B, N].
-    drafted: which are accepted drafts, bool [B, N].
-    rows: what was counted, by row.
-  """
-
-  tokens: Int[np.ndarray, 'B N']
-  lengths: Int[np.ndarray, ' B']
-  finish_reason: list[str | None]
-  logprobs: Float[np.ndarray, 'B N']
-  drafted: Bool[np.ndarray, 'B N']
-  rows: list[Stats]
-
-  @property
-  def stats(self) -> Stats:
-    """Of the batch."""
-    return functools.reduce(Stats.__add__, self.rows)
 
 
 class Decoder:
@@ -112,8 +81,7 @@ class Decoder:
       if value is not None and (name != 'draft' or type(value) is not int):
         filters.check_whole(name, value)
     for name, value in (('longest', longest), ('chunk', chunk)):
-      if value < 1:
-        raise ConfigError(name, value, 'is not positive', 'use at least 1')
+      filters.check_positive(name, value)
     self.vocab: int = _vocab(graphdef, params)
     self.draft = _draft(nnx.merge(graphdef, params), draft)
     self.tree = self._shape(rule, tree)
@@ -155,11 +123,33 @@ class Decoder:
     settings: Settings | Sequence[Settings],
     key: Key[Array, ''] | None = None,
     padding: Padding = 'right',
+    samples: int = 1,
   ) -> Generation:
     """All of it in one call of the device; see `generate`."""
-    job = self._job(prompts, lengths, settings, key, padding)
-    state = self._call('decode', job.sizes, job.prompts, job.lengths, job.sampling)
-    return _generation(self._fetch(state), len(lengths))
+    job = self._job(prompts, lengths, settings, key, padding, samples)
+    state = self._call('decode', job, job.prompts, job.lengths, job.sampling)
+    return job.generation(self._fetch(state))
+
+  def throughput(
+    self,
+    prompts: Int[Any, 'B P'],
+    lengths: Int[Any, ' B'],
+    settings: Settings | Sequence[Settings],
+    key: Key[Array, ''] | None = None,
+    padding: Padding = 'right',
+    samples: int = 1,
+    rows: int = 32,
+  ) -> Generation:
+    """The same texts, of any number of prompts, `rows` of them side by side at most:
+    where one has ended the next prompt is read, still in one call of the device. A
+    device has a prompt's samples, so at least as many rows.
+
+    The largest budgets come first, so that few rows wait for the last text.
+    """
+    job = self._job(prompts, lengths, settings, key, padding, samples, rows)
+    given = queue.Queue(job.prompts, job.lengths, job.sampling, job.counts)
+    state = self._call('throughput', job, given)
+    return job.generation(self._fetch(state))
 
   def stream(
     self,
@@ -172,13 +162,13 @@ class Decoder:
     """The same, handed out after the prefill and after every round; the last one is
     what `generate` returns."""
     job = self._job(prompts, lengths, settings, key, padding)
-    state = self._call('prefill', job.sizes, job.prompts, job.lengths, job.sampling)
+    state = self._call('prefill', job, job.prompts, job.lengths, job.sampling)
     while True:
       host = self._fetch(state)
-      yield _generation(host, len(lengths))
+      yield job.generation(host)
       if (host.reason != engine.LIVE).all():
         return
-      state = self._call('one_round', job.sizes, state, job.sampling)
+      state = self._call('one_round', job, state, job.sampling)
 
   def check(
     self,
@@ -249,31 +239,40 @@ class Decoder:
       )
     return each
 
-  def _job(self, prompts, lengths, settings, key, padding: Padding) -> _Job:
+  def _job(
+    self,
+    prompts,
+    lengths,
+    settings,
+    key,
+    padding: Padding,
+    samples: int = 1,
+    rows: int | None = None,
+  ) -> Job:
+    """Everything checked, and put on the devices.
+
+    Args:
+      rows: texts side by side, at most; None: all of them.
+    """
     if padding not in ('right', 'left'):
       fix = "use 'right' or 'left'"
       raise ConfigError('padding', padding, 'is no side', fix)
+    for name, value in (('samples', samples), ('rows', rows)):
+      if value is not None:
+        filters.check_positive(name, value)
     each = self.check(prompts, lengths, settings)
     prompts, lengths = np.asarray(prompts), np.asarray(lengths)
-    B, P = prompts.shape
-    needed = max(int(n) + own.budget for n, own in zip(lengths, each, strict=True))
-    slots = _power(max(needed, SHORTEST))
-    share = math.prod(self._mesh.shape[axis] for axis in mesh.BATCH)
-    rows = share * _power(-(-B // share))
-    ids = np.zeros((rows, slots), np.int32)
-    for row, length in enumerate(lengths):
-      start = P - length if padding == 'left' else 0
-      ids[row, :length] = prompts[row, start : start + length]
-    # Rows that fill up the bucket are done before they start.
-    each += [Settings(budget=0)] * (rows - B)
-    full = np.ones(rows, np.int32)
-    full[:B] = lengths
     with jax.set_mesh(self._mesh):
-      return _Job(
-        (rows, slots),
-        jax.device_put(ids, mesh.whole_BT),
-        jax.device_put(full, mesh.ids_B),
-        filters.arrays(each, self.draft, key, self._strings(each)),
+      return Job.of(
+        prompts,
+        lengths,
+        each,
+        self.draft,
+        key,
+        padding=padding,
+        samples=samples,
+        rows=rows,
+        strings=self._strings,
       )
 
   def _strings(self, settings: Sequence[Settings]) -> stops.Strings | None:
@@ -286,23 +285,35 @@ class Decoder:
       self._automata = {name: stops.Automata(self.tokenizer.token_bytes, self.vocab)}
     return self._automata[name].strings(strings)
 
-  def _call(self, what: str, sizes: tuple[int, int], *args) -> engine.State:
-    name = (what, *sizes, self.draft)
-    strings = args[-1].strings
-    if strings is not None:
-      name += (len(strings.table),)
-    if name not in self._compiled:
+  def _call(self, what: str, job: Job, *args) -> engine.State:
+    many = () if what != 'throughput' else (len(job.lengths) * job.samples,)
+    name = (what, *job.sizes, self.draft, *many)
+    if job.sampling.strings is not None:
+      name += (len(job.sampling.strings.table),)
+    if (name, job.samples) not in self._compiled:
       began = time.monotonic()
       plan = engine.Plan(
-        self.draft, sizes[1], self.chunk, self.rule, self.cache, self.tree
+        self.draft,
+        job.sizes[1],
+        self.chunk,
+        self.rule,
+        self.cache,
+        self.tree,
+        job.samples,
       )
-      run = functools.partial(getattr(engine, what), self._graphdef, plan)
+      if what == 'throughput':
+        side = job.sizes[0] // math.prod(self._mesh.shape[axis] for axis in mesh.BATCH)
+        group = max(1, side // job.samples // 8)
+        call = functools.partial(queue.run, batch=job.sizes[0], group=group)
+      else:
+        call = getattr(engine, what)
+      run = functools.partial(call, self._graphdef, plan)
       donate = (1,) if what == 'one_round' else ()
       with jax.set_mesh(self._mesh):
         lowered = jax.jit(run, donate_argnums=donate).lower(self._weights, *args)
-        self._compiled[name] = lowered.compile()
+        self._compiled[name, job.samples] = lowered.compile()
       self.compilations[name] = time.monotonic() - began
-    return self._compiled[name](self._weights, *args)
+    return self._compiled[name, job.samples](self._weights, *args)
 
   def _fetch(self, state: engine.State) -> engine.State:
     """On the host, without what it does not want to see; the same on every process."""
@@ -320,6 +331,7 @@ def generate(
   sampling: Settings | Sequence[Settings],
   key: Key[Array, ''] | None = None,
   padding: Padding = 'right',
+  samples: int = 1,
 ) -> Generation:
   """Continues prompts; a row's text depends on its own prompt and settings alone.
 
@@ -329,11 +341,13 @@ def generate(
     sampling: one for all, or one for each.
     key: folded into every row's seed, so rows of equal seeds draw alike; None leaves
       the seeds as they are.
+    samples: texts of each prompt, side by side in what is returned. They share its
+      prefill; `Settings.sample` says with which seed each is drawn.
 
   Raises:
     ConfigError: a prompt or a setting that cannot be honoured.
   """
-  return model.generate(prompts, lengths, sampling, key, padding)
+  return model.generate(prompts, lengths, sampling, key, padding, samples)
 
 
 def pad(
@@ -345,14 +359,6 @@ def pad(
   for n, row in enumerate(rows):
     padded[n, : len(row)] = row
   return padded, lengths
-
-
-@dataclasses.dataclass
-class _Job:
-  sizes: tuple[int, int]  # rows, slots
-  prompts: Array
-  lengths: Array
-  sampling: Sampling
 
 
 def _draft(model: Any, wanted: int | None) -> int:
@@ -379,29 +385,3 @@ def _vocab(graphdef: Any, params: Any) -> int:
   vocab = nnx.merge(graphdef, params).trunk.config.vocab
   assert vocab is not None
   return vocab
-
-
-def _power(number: int) -> int:
-  return 1 << max(0, number - 1).bit_length()
-
-
-def _generation(state: engine.State, count: int) -> Generation:
-  length = np.asarray(state.length)[:count]
-  prompt = np.asarray(state.prompt)[:count]
-  lengths = length - prompt
-  at = prompt[:, None] + np.arange(int(lengths.max()))[None]
-  there = at < length[:, None]
-
-  def new(table):
-    rows = np.asarray(table)[:count]
-    found = np.take_along_axis(rows, np.minimum(at, rows.shape[1] - 1), 1)
-    return np.where(there, found, np.zeros((), rows.dtype))
-
-  return Generation(
-    new(state.tokens),
-    lengths,
-    [REASONS.get(int(r)) for r in np.asarray(state.reason)[:count]],
-    new(state.logprobs),
-    new(state.drafted),
-    [Stats.of(state, slice(n, n + 1)) for n in range(count)],
-  )

@@ -18,6 +18,7 @@ from mtpjax.sampling.generate import Decoder, Generation, pad
 from mtpjax.sampling.stats import Stats
 
 GREEDY = Settings()
+QUEUE = 32  # prompts for each row in one call: only its last texts leave rows idle
 
 
 @dataclasses.dataclass
@@ -56,9 +57,7 @@ class Sampler:
   """
 
   def __init__(self, decoder: Decoder, tokenizer: Tokenizer, rows: int = 32):
-    filters.check_whole('rows', rows)
-    if rows < 1:
-      raise ConfigError('rows', rows, 'is not positive', 'use at least 1')
+    filters.check_positive('rows', rows)
     self.decoder, self.tokenizer, self.rows = decoder, tokenizer, rows
 
   @classmethod
@@ -72,31 +71,68 @@ class Sampler:
     prompts: str | Sequence[str],
     settings: Settings | Sequence[Settings] = GREEDY,
     watch: Callable[[Any], Any] = iter,
+    samples: int = 1,
   ) -> list[Completion]:
-    """A completion of each prompt, in their order.
+    """A completion of each prompt, in their order, or several side by side.
 
     Args:
       settings: one for all, or one for each.
       watch: wraps the iterator over batches, to show progress.
+      samples: of each prompt; they share its prefill, see `Settings.sample`.
 
     Raises:
       ConfigError, DataError: a prompt or setting that cannot be honoured; nothing has
         been decoded then.
     """
-    prompts, ids, each = self._read(prompts, settings)
-    found: dict[int, Completion] = {}
-    for rows in watch(self.batches(prompts)):
-      out = self.decoder.generate(*pad([ids[r] for r in rows]), [each[r] for r in rows])
-      texts = self._write(
-        [prompts[r] for r in rows], [ids[r] for r in rows], [each[r] for r in rows], out
-      )
-      found.update(zip(rows, texts, strict=True))
-    return [found[n] for n in range(len(prompts))]
+    return self._complete(self.decoder.generate, 1, prompts, settings, watch, samples)
 
-  def batches(self, prompts: Sequence[str]) -> list[list[int]]:
-    """Which prompts go side by side: those of like lengths, so that few are padded."""
+  def throughput(
+    self,
+    prompts: str | Sequence[str],
+    settings: Settings | Sequence[Settings] = GREEDY,
+    watch: Callable[[Any], Any] = iter,
+    samples: int = 1,
+  ) -> list[Completion]:
+    """The same completions, for many prompts whose texts have very uneven lengths: a
+    row whose text has ended takes the next prompt. See `Decoder.throughput`."""
+    decode = functools.partial(self.decoder.throughput, rows=self.rows)
+    return self._complete(decode, QUEUE, prompts, settings, watch, samples)
+
+  def _complete(
+    self,
+    decode: Callable[..., Generation],
+    queue: int,
+    prompts: str | Sequence[str],
+    settings: Settings | Sequence[Settings],
+    watch: Callable[[Any], Any],
+    samples: int,
+  ) -> list[Completion]:
+    filters.check_positive('samples', samples)
+    prompts, ids, each = self._read(prompts, settings)
+    found: dict[int, list[Completion]] = {}
+    for rows in watch(self.batches(prompts, queue)):
+      own = [each[r] for r in rows]
+      out = decode(*pad([ids[r] for r in rows]), own, samples=samples)
+      every = [r for r in rows for _ in range(samples)]
+      own = [each[r] for r in every]
+      texts = self._write(
+        [prompts[r] for r in every], [ids[r] for r in every], own, out
+      )
+      for r, text in zip(every, texts, strict=True):
+        found.setdefault(r, []).append(text)
+    return [text for n in range(len(prompts)) for text in found[n]]
+
+  def batches(self, prompts: Sequence[str], queue: int = 1) -> list[list[int]]:
+    """Which prompts go into one call of the device: those of like lengths, so that few
+    are padded, and about as many in each call.
+
+    Args:
+      queue: prompts for each row, at most.
+    """
     order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
-    return [order[n : n + self.rows] for n in range(0, len(order), self.rows)]
+    calls = -(-len(order) // (self.rows * queue))
+    size = self.rows if queue == 1 else -(-len(order) // calls)
+    return [order[n : n + size] for n in range(0, len(order), size)]
 
   def stream(
     self,
