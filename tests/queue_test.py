@@ -77,7 +77,11 @@ def test_every_text_is_that_of_a_batch(drafting):
     (sequential.Config(depth=3), (6, 0), {'rule': 'block'}),
     (parallel.Config(depth=2), (5,), {'rule': 'sample-and-match'}),
     (residual.Config(depth=3, form='medusa'), (0,), {}),
-    (sequential.Config(depth=2), (6,), {'cache': 'int8'}),
+    (
+      sequential.Config(depth=2),
+      (6,),
+      {'cache': 'int8', 'tree': '2x1'},
+    ),
   ],
 )
 def test_every_text_is_that_of_a_batch_by_any_drafter(drafter, windows, options):
