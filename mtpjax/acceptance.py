@@ -20,7 +20,8 @@ from mtpjax.fields import ConfigError
 from mtpjax.models import cache
 from mtpjax.models.attention import Rows
 from mtpjax.sampling.filters import Settings
-from mtpjax.sampling.generate import Decoder, Generation, pad
+from mtpjax.sampling.generate import Decoder, pad
+from mtpjax.sampling.jobs import Generation
 from mtpjax.sampling.stats import Stats
 
 # A tie this close may fall either way in a batch of another shape, by dtype.
@@ -293,6 +294,20 @@ def _teacher(graphdef, params, texts: np.ndarray, K: int):
     n = max(0, T - k - 2)
     right[k, :, :n] = texts[:, T - n :] == drafts[:n, k, :B].T
   return margin.T[:B], right
+
+
+def divergences(
+  graphdef: Any, params: Any, prompts, lengths, plain: Generation, drafted: Generation
+) -> list[dict[str, Any]]:
+  """Where greedy texts leave the plain ones, as `measure` says it; the margins are
+  computed only if any does."""
+  nowhere = np.full((len(lengths), prompts.shape[1] + plain.tokens.shape[1]), np.nan)
+  if not _divergences(plain, drafted, lengths, nowhere):
+    return []
+  with jax.set_mesh(mesh.whole_in_time()):
+    texts = _texts(prompts, lengths, plain)
+    margins, _ = _teacher(graphdef, mesh.moved(params), texts, 1)
+  return _divergences(plain, drafted, lengths, margins)
 
 
 def _divergences(

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -133,6 +133,57 @@ def acceptance_figure(figures: Mapping[str, Any], path: str | os.PathLike) -> No
   right.set_ylim(0, K + 1.4)
   Path(path).parent.mkdir(parents=True, exist_ok=True)
   figure.savefig(path, format='png')
+
+
+def bench_figure(
+  groups: Sequence[Sequence[Mapping[str, Any]]], file: str | os.PathLike | IO[bytes]
+) -> None:
+  """Draws what `verdict.groups` holds, a row each: S by K, measured and predicted, and
+  a request's time a token as it streams."""
+  from matplotlib.figure import Figure
+
+  size = (7.2, 0.2 + 2.9 * len(groups))
+  figure = Figure(figsize=size, dpi=160, layout='constrained')
+  for own, (left, right) in zip(
+    groups, figure.subplots(len(groups), 2, squeeze=False), strict=True
+  ):
+    for axes in (left, right):
+      axes.spines[['top', 'right']].set_visible(False)
+      axes.grid(axis='y', color='0.9', linewidth=0.8)
+      axes.set_axisbelow(True)
+      axes.set_xticks(range(len(own)), [f['draft'] for f in own])
+      axes.set(xlabel='drafts a round', xlim=(-0.6, len(own) - 0.4))
+    _speedups(left, own)
+    left.set_title(f'{own[0]["rule"]}, batch {own[0]["batch"]}', fontsize='medium')
+    for n, (name, shade) in enumerate((('p50', 1.0), ('p95', 0.6), ('p99', 0.3))):
+      heights = [1e3 * _number(f['streams'][0]['tpot'][name]) for f in own]
+      places = np.arange(len(own)) + 0.27 * (n - 1)
+      right.bar(places, heights, 0.25, color=_COLOURS[0], alpha=shade, label=name)
+    right.set_ylabel('time a token (ms)')
+    right.margins(y=0.25)
+    right.legend(frameon=False, fontsize='small', ncols=3, loc='upper right')
+  figure.savefig(file, format='png')
+
+
+def _speedups(axes: Any, own: Sequence[Mapping[str, Any]]) -> None:
+  drafted = [(n, f) for n, f in enumerate(own) if f['draft']]
+  at, S = [n for n, _ in drafted], np.array([f['speedup'] for _, f in drafted])
+  ends = [
+    [abs(f['speedup'] - (f['speedup'] if f[k] is None else f[k])) for _, f in drafted]
+    for k in ('speedup_low', 'speedup_high')
+  ]
+  predicted = [_number(f['predicted_speedup']) for _, f in drafted]
+  axes.axhline(1, color='0.5', linewidth=1)
+  axes.plot(at, predicted, '_', color=_COLOURS[1], markersize=22, label='predicted')
+  axes.errorbar(at, S, ends, fmt='o', color=_COLOURS[0], capsize=4, label='measured')
+  for n, value in zip(at, S, strict=True):
+    axes.annotate(
+      f'{value:.2f}', (n, value), (9, -3), textcoords='offset points', fontsize='small'
+    )
+  axes.plot(0, 1, 'o', color='0.5')
+  axes.set_ylabel("speed, plain decoding's = 1")
+  axes.set_ylim(0, 1.25 * max(1, *S, *(y for y in predicted if math.isfinite(y))))
+  axes.legend(frameon=False, fontsize='small', loc='lower right')
 
 
 def _number(value: Any) -> float:

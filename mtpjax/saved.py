@@ -119,10 +119,10 @@ def restore(
   )
 
 
-def output() -> Path | epath.Path | None:
-  """The file that --json names; whether it can be written is found out before the work,
-  not after."""
-  name = flags.FLAGS.json
+def output(default: Any = None) -> Path | epath.Path | None:
+  """The file that --json names, or the default; whether it can be written is found out
+  before the work, not after."""
+  name = flags.FLAGS.json or default
   if not name:
     return None
   if name == '-':
@@ -132,7 +132,7 @@ def output() -> Path | epath.Path | None:
     return path
   path = Path(path).resolve()
   if path.exists() and not path.is_file():
-    raise fields.ConfigError('--json', name, 'is no file', 'name a file')
+    raise fields.ConfigError('--json', str(name), 'is no file', 'name a file')
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     # It is written beside itself first, so that a reader never sees half of it.
@@ -141,6 +141,6 @@ def output() -> Path | epath.Path | None:
       path.open('a').close()
   except OSError as error:
     raise fields.ConfigError(
-      '--json', name, f'cannot be written: {error.strerror}', 'name another file'
+      '--json', str(name), f'cannot be written: {error.strerror}', 'name another file'
     ) from None
   return path

@@ -18,7 +18,9 @@ from importlib import metadata
 OLDER = tuple(map(int, metadata.version('jaxlib').split('.')[:2])) < (0, 11)
 FLAGS = '--xla_cpu_use_fusion_emitters=false' if OLDER else ''
 
-COMMANDS = ('mtpjax.train', 'mtpjax.evaluate', 'mtpjax.sample', 'mtpjax.data.prepare')
+COMMANDS = tuple(
+  f'mtpjax.{name}' for name in ('train', 'evaluate', 'sample', 'bench', 'data.prepare')
+)
 
 
 class Forks:

@@ -86,12 +86,31 @@ def decode(
     raise ValueError(
       f'prompts of {prompts_BP.shape[1]} tokens do not fit {plan.slots} slots'
     )
-  state = jax.lax.while_loop(
-    lambda s: jnp.any(s.reason == LIVE),
-    lambda s: one_round(graphdef, plan, weights, s, sampling),
-    prefill(graphdef, plan, weights, prompts_BP, lengths_B, sampling),
-  )
+  state = prefill(graphdef, plan, weights, prompts_BP, lengths_B, sampling)
+  state = rounds(graphdef, plan, weights, state, None, sampling)
   return dataclasses.replace(state, caches=None, drafter=None)
+
+
+def rounds(
+  graphdef: Any,
+  plan: Plan,
+  weights: PyTree,
+  state: State,
+  limit: Int[Array, ''] | None,
+  sampling: Sampling,
+) -> State:
+  """Rounds until no row is live, or so many."""
+
+  def goes_on(carry):
+    n, state = carry
+    live = jnp.any(state.reason == LIVE)
+    return live if limit is None else live & (n < limit)
+
+  def one(carry):
+    n, state = carry
+    return n + 1, one_round(graphdef, plan, weights, state, sampling)
+
+  return jax.lax.while_loop(goes_on, one, (jnp.zeros((), jnp.int32), state))[1]
 
 
 def prefill(

@@ -8,11 +8,12 @@ filters, seeds, prompts, budgets, stops and draft lengths are data, each row's o
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from mtpjax.models.cache import KINDS
 from mtpjax.sampling import branching, engine, filters, queue, stops, trees, verify
 from mtpjax.sampling.filters import Settings
 from mtpjax.sampling.jobs import Generation, Job, Padding
+from mtpjax.sampling.run import Run
 
 RULES = tuple({**verify.RULES, **branching.RULES})
 LOSSY = ('typical',)  # rules whose text is not distributed as the model's
@@ -72,8 +74,7 @@ class Decoder:
     cache: str | None = None,
     tokenizer: Tokenizer | None = None,
   ):
-    if rule not in RULES:
-      raise ConfigError('rule', rule, 'is no rule', f'use {" or ".join(RULES)}')
+    _check_rule(rule)
     if cache not in (None, *KINDS):
       fix = f'use {" or ".join(KINDS)}, or None for the dtype of compute'
       raise ConfigError('cache', cache, 'is nothing to keep keys and values in', fix)
@@ -115,6 +116,30 @@ class Decoder:
     """Other parameters of the same model: what is compiled stays."""
     with jax.set_mesh(self._mesh):
       self._weights = engine.lay_out(self._graphdef, mesh.moved(params))
+
+  def over(
+    self,
+    draft: int | None,
+    rule: str,
+    drafter: Callable[[base.Drafter], base.Drafter] | None = None,
+  ) -> Decoder:
+    """Another longest draft, rule or drafter over the very same weights.
+
+    Args:
+      drafter: makes it from the one that there is, whose parameters are laid out.
+    """
+    _check_rule(rule)
+    other = copy.copy(self)
+    model = nnx.merge(self._graphdef, self._weights)
+    other.draft, other.rule = _draft(model, draft), rule
+    other.tree = other._shape(rule, None)
+    if drafter is not None:
+      with jax.set_mesh(self._mesh):
+        model.objectives['drafter'] = drafter(model.objectives['drafter'])
+      other._graphdef, state = nnx.split(model)
+      other._weights = nnx.to_pure_dict(state)
+    other._compiled, other.compilations = {}, {}
+    return other
 
   def generate(
     self,
@@ -161,14 +186,24 @@ class Decoder:
   ) -> Iterator[Generation]:
     """The same, handed out after the prefill and after every round; the last one is
     what `generate` returns."""
-    job = self._job(prompts, lengths, settings, key, padding)
-    state = self._call('prefill', job, job.prompts, job.lengths, job.sampling)
+    run = self.start(prompts, lengths, settings, key, padding)
     while True:
-      host = self._fetch(state)
-      yield job.generation(host)
-      if (host.reason != engine.LIVE).all():
+      yield run.fetch()
+      if run.done:
         return
-      state = self._call('one_round', job, state, job.sampling)
+      run.go_on(1)
+
+  def start(
+    self,
+    prompts: Int[Any, 'B P'],
+    lengths: Int[Any, ' B'],
+    settings: Settings | Sequence[Settings],
+    key: Key[Array, ''] | None = None,
+    padding: Padding = 'right',
+  ) -> Run:
+    """The same under the caller's command: after the prefill, rounds as it asks."""
+    job = self._job(prompts, lengths, settings, key, padding)
+    return Run(lambda what, *args: self._call(what, job, *args), self._fetch, job)
 
   def check(
     self,
@@ -308,7 +343,7 @@ class Decoder:
       else:
         call = getattr(engine, what)
       run = functools.partial(call, self._graphdef, plan)
-      donate = (1,) if what == 'one_round' else ()
+      donate = (1,) if what == 'rounds' else ()
       with jax.set_mesh(self._mesh):
         lowered = jax.jit(run, donate_argnums=donate).lower(self._weights, *args)
         self._compiled[name, job.samples] = lowered.compile()
@@ -359,6 +394,11 @@ def pad(
   for n, row in enumerate(rows):
     padded[n, : len(row)] = row
   return padded, lengths
+
+
+def _check_rule(rule: str) -> None:
+  if rule not in RULES:
+    raise ConfigError('rule', rule, 'is no rule', f'use {" or ".join(RULES)}')
 
 
 def _draft(model: Any, wanted: int | None) -> int:
