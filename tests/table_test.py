@@ -89,6 +89,7 @@ def decoder(
   undefined=None,
   sizes=None,
   tree=None,
+  draft_cost=None,
   **kinds,
 ):
   """A Decoder of that chain, p[last, next], and of drafts from those tables; after the
@@ -113,7 +114,8 @@ def decoder(
   if len(drafts):
     part = params['objectives']['drafter']
     part['logits'] = jax.device_put(log(drafts), part['logits'].sharding)
-  return generate.Decoder(graphdef, params, rule=rule, tree=tree, chunk=1)
+  options = {'rule': rule, 'tree': tree, 'draft_cost': draft_cost}
+  return generate.Decoder(graphdef, params, chunk=1, **options)
 
 
 def log(table):

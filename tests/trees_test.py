@@ -259,7 +259,7 @@ def test_rounds_of_trees_leave_what_a_fresh_prefill_gives(name, windows, tree, a
     def drafts(weights, state):
       m = nnx.merge(graphdef, weights)
       past = engine.history(m, state, sampling)
-      noted = Noted(engine.choice(plan, sampling, state.rounds, past))
+      noted = Noted(engine.choice(plan, sampling, state.rounds, past, K))
       part: Any = m.objectives['drafter']
       draft, _ = part.propose(m.trunk, state.caches, state.drafter, K, noted)
       return noted.seen, draft.tokens

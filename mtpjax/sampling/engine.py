@@ -10,6 +10,7 @@ beyond it are never looked at. Without a drafter the same loop decodes plainly.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from mtpjax.drafters import base
 from mtpjax.models import block as blocks
 from mtpjax.models import cache, trunk
 from mtpjax.sampling import (
+  adaptive,
   branching,
   drafting,
   filters,
@@ -213,28 +215,55 @@ def one_round(
   graphdef: Any, plan: Plan, weights: PyTree, state: State, sampling: Sampling
 ) -> State:
   """Draft, verify, keep, absorb: one trunk pass for every row that is live."""
+  sampling = _bounded(plan, sampling, state.prompt)
+  left = sampling.budget - (state.length - state.prompt)
+  count = jnp.minimum(sampling.draft, left - 1)
+  if plan.draft_cost is not None:
+    paying = adaptive.length(state.pace.acceptance, plan.draft_cost, plan.draft)
+    count = jnp.minimum(count, paying)
+  count = jnp.clip(count, 0, plan.draft)
+  run = functools.partial(_round, graphdef, plan, weights)
+  if plan.draft_cost is None or plan.tree:
+    return run(plan.draft, state, sampling, count)
+  # No more is drafted and verified than the row that drafts most wants.
+  longest = jnp.max(jnp.where(state.reason == LIVE, count, 0))
+  sizes = adaptive.sizes(plan.draft)
+  which = jnp.sum(longest > jnp.array(sizes[:-1]))
+  each = [functools.partial(run, size) for size in sizes]
+  return jax.lax.switch(which, each, state, sampling, count)
+
+
+def _round(
+  graphdef: Any,
+  plan: Plan,
+  weights: PyTree,
+  most: int,
+  state: State,
+  sampling: Sampling,
+  count: Array,
+) -> State:
+  """A round whose rows draft `count` tokens, `most` at most."""
   model = nnx.merge(graphdef, weights)
   part, K = drafting_part(model, plan), plan.draft
   layers = blocks.unstack(blocks.arrays(model.trunk.blocks))
-  sampling = _bounded(plan, sampling, state.prompt)
   B = state.length.shape[0]
   live = state.reason == LIVE
   start = state.length - 1  # the last token, which has no features yet
   last = cache.take(state.tokens, start, 1)
-  left = sampling.budget - (state.length - state.prompt)
-  count = jnp.clip(jnp.minimum(sampling.draft, left - 1), 0, K)
   past = history(model, state, sampling)
   draft = base.Draft(_none(B), _none(B), count)
-  if part:
-    choose = choice(plan, sampling, state.rounds, past)
-    draft, drafter = part.propose(model.trunk, state.caches, state.drafter, K, choose)
+  if part and most:
+    choose = choice(plan, sampling, state.rounds, past, most)
+    draft, drafter = part.propose(
+      model.trunk, state.caches, state.drafter, most, choose
+    )
     state = dataclasses.replace(state, drafter=drafter)
     count = jnp.minimum(count, draft.count)
   drafted = cache.whole(draft.tokens)
   block, branches = None, None
   positions = cache.positions(start, drafted.shape[1] + 1)
   if plan.tree:
-    block = branching.Block.of(cache.whole(draft.parents), K)
+    block = branching.Block.of(cache.whole(draft.parents), most)
     positions = jax.reshard(start[:, None] + block.depth, mesh.ids_BT)
     branches = cache.Branches(start, positions, positions, block.seen)
   x = _enter(model, jnp.concatenate([last, drafted], 1), positions)
@@ -250,7 +279,7 @@ def one_round(
     )
     row, verdict = _judge_tree(plan, judged, draft, block, count, sampling, turn)
     # What is left of the block is a chain: the path to that row.
-    path = block.path(row, K + 1)
+    path = block.path(row, most + 1)
     logits = cache.pick(logits, path)
     out = jax.tree.map(lambda rows: cache.pick(rows, path), out)
     windows = [model.trunk.config.window(n) for n in range(len(caches))]
@@ -267,7 +296,7 @@ def one_round(
     nodes = count
 
   # The accepted drafts, then the token after them.
-  place = jnp.arange(K + 1)[None] == verdict.accepted[:, None]
+  place = jnp.arange(most + 1)[None] == verdict.accepted[:, None]
   # Nothing padded loses the sharding of a batch of one on jax 0.12.
   padded = cache.whole(jnp.pad(drafted, ((0, 0), (0, 1))))
   emitted = jnp.where(place, verdict.after[:, None], padded)
@@ -288,9 +317,12 @@ def one_round(
     proposed=tally(state.proposed, count),
     reached=tally(state.reached, jnp.minimum(verdict.accepted + 1, count)),
     nodes=state.nodes + jnp.where(live, nodes, 0),
+    pace=state.pace.after(count, verdict.accepted),
   )
   if part:
-    given = base.Committed(start, new, cache.take(state.tokens, start + 1, K + 1), out)
+    given = base.Committed(
+      start, new, cache.take(state.tokens, start + 1, most + 1), out
+    )
     drafter = part.absorb(model.trunk, caches, state.drafter, given)
     state = dataclasses.replace(state, drafter=drafter)
   return state
@@ -365,7 +397,7 @@ def _judge_tree(
 
 
 def choice(
-  plan: Plan, sampling: Sampling, rounds_B, past: processors.History
+  plan: Plan, sampling: Sampling, rounds_B, past: processors.History, most: int
 ) -> base.Choose:
   """Draws drafts as the trunk's own tokens are drawn, from a stream of their own."""
 
@@ -380,7 +412,7 @@ def choice(
 
   if isinstance(plan.tree, trees.Dynamic):
     return drafting.Confident(plan.tree, sampling, process)
-  tree = plan.tree or trees.Tree.chain(plan.draft)
+  tree = plan.tree or trees.Tree.chain(most)
   return drafting.Shaped(tree, sampling, rounds_B, process)
 
 

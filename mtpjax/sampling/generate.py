@@ -50,6 +50,9 @@ class Decoder:
     rule: one of `RULES`; greedy rows do not depend on it. All are exact but the
       `LOSSY`.
     tree: a shape of drafts that branch, see `trees.parse`; None is a chain.
+    draft_cost: what one more draft costs to make and verify, as a share of a plain pass
+      (`mtpjax.bench` says it). Each row then drafts as many as its own acceptance pays
+      for, up to `draft`; None: always as many as it may.
     longest: tokens of a row, prompt and new ones, at most; never more than a trunk
       with learned positions has.
     chunk: tokens of a prompt read at once.
@@ -69,6 +72,7 @@ class Decoder:
     draft: int | None = None,
     rule: str = 'rejection',
     tree: trees.Tree | trees.Dynamic | str | None = None,
+    draft_cost: float | None = None,
     longest: int = 4096,
     chunk: int = 64,
     cache: str | None = None,
@@ -83,6 +87,10 @@ class Decoder:
         filters.check_whole(name, value)
     for name, value in (('longest', longest), ('chunk', chunk)):
       filters.check_positive(name, value)
+    if draft_cost is not None and not 0 <= draft_cost < math.inf:
+      fix = 'use a share of a pass, 0.1 or so, or None'
+      raise ConfigError('draft_cost', draft_cost, 'is no cost', fix)
+    self.draft_cost = draft_cost
     self.vocab: int = _vocab(graphdef, params)
     self.draft = _draft(nnx.merge(graphdef, params), draft)
     self.tree = self._shape(rule, tree)
@@ -334,6 +342,7 @@ class Decoder:
         self.rule,
         self.cache,
         self.tree,
+        self.draft_cost,
         job.samples,
       )
       if what == 'throughput':

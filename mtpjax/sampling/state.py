@@ -12,7 +12,7 @@ from mtpjax import mesh
 from mtpjax.drafters import base
 from mtpjax.models import cache
 from mtpjax.models.attention import Leaf
-from mtpjax.sampling import trees
+from mtpjax.sampling import adaptive, trees
 
 LIVE, STOP, LENGTH, FAILED = range(4)  # why a row ended
 
@@ -39,6 +39,7 @@ class State:
     reached: those that accepted at least j - 1 and proposed at least j, int [B, K].
     nodes: drafts proposed in all, int [B]; where they branch, more than the above add
       up to.
+    pace: how the row's drafts have fared lately.
     passes: trunk passes, the prefill counted as one, int [].
     strings: how much of its stop strings each row's text ends with, as states of their
       automata, int [B, n]; None where no row has any.
@@ -58,6 +59,7 @@ class State:
   proposed: Leaf
   reached: Leaf
   nodes: Leaf
+  pace: adaptive.Pace
   passes: Leaf
   strings: Leaf = None
 
@@ -72,6 +74,9 @@ class Plan:
   rule: str = 'rejection'
   cache: str | None = None  # of keys and values; None: the dtype of compute
   tree: trees.Tree | trees.Dynamic | None = None  # of depth K; None is a chain
+  # What one more draft costs, as a share of a plain pass: rows then draft as many as
+  # pay. None: as many as they may.
+  draft_cost: float | None = None
   samples: int = 1  # texts of a prompt, rows side by side
 
   @property
@@ -113,5 +118,6 @@ def empty(model: Any, plan: Plan, batch: int) -> State:
     proposed=counts,
     reached=counts,
     nodes=zeros,
+    pace=adaptive.Pace(*(jnp.zeros_like(zeros, jnp.float32),) * 2),
     passes=jnp.ones((), jnp.int32),
   )
