@@ -31,7 +31,7 @@ from mtpjax import flags as command
 from mtpjax.checkpoint import CheckpointError
 from mtpjax.data.sources import DataError
 from mtpjax.sampling.filters import Settings
-from mtpjax.sampling.generate import Decoder
+from mtpjax.sampling.generate import LOSSY, Decoder
 from mtpjax.sampling.sampler import Completion, Sampler
 from mtpjax.sampling.stats import Stats
 
@@ -68,6 +68,12 @@ _SAMPLES = flags.DEFINE_integer('samples', 1, 'texts of each prompt')
 _ROWS = flags.DEFINE_integer('rows', 32, 'prompts side by side, at most')
 _THROUGHPUT = flags.DEFINE_bool(
   'throughput', False, 'a row whose text has ended takes the next prompt'
+)
+_TREE = flags.DEFINE_string(
+  'tree', None, "drafts that branch: '4x2x1' (children by depth) or 'dynamic:8:24'"
+)
+_DRAFT_COST = flags.DEFINE_float(
+  'draft_cost', None, 'of one more draft, in plain passes: draft as many as pay'
 )
 _CACHE = flags.DEFINE_string(
   'cache', None, 'keeps keys and values in bfloat16 or int8; default as computed'
@@ -169,7 +175,8 @@ def _named_as_flags(given: list[tuple[str, dict[str, Any]]]) -> Iterator[None]:
   except fields.ConfigError as error:
     name = error.field.rpartition('.')[2]
     own = any(name in settings for _, settings in given)
-    if own or name not in (*_OWN, 'rule', 'longest', 'cache', 'samples', 'rows'):
+    flags_of_decoder = ('rule', 'tree', 'draft_cost', 'longest', 'cache')
+    if own or name not in (*_OWN, *flags_of_decoder, 'samples', 'rows'):
       raise
     named = {'budget': 'tokens', 'stop_strings': 'stop_string'}
     flag = f'--{named.get(name, name)}'
@@ -213,6 +220,8 @@ def complete(given: list[tuple[str, dict[str, Any]]], config: configs.Config) ->
     run.params,
     draft=_DRAFT.value,
     rule=_RULE.value,
+    tree=_TREE.value,
+    draft_cost=_DRAFT_COST.value,
     longest=_LONGEST.value,
     cache=_CACHE.value,
   )
@@ -237,6 +246,8 @@ def complete(given: list[tuple[str, dict[str, Any]]], config: configs.Config) ->
     stats = stats + one.stats
   if not silent:
     terminal.say(summary(stats, seconds, compiling, run))
+    if decoder.rule in LOSSY and any(own.temperature > 0 for own in settings):
+      terminal.say(f'--rule={decoder.rule} is lossy: this is not how the model draws')
   if (out or silent) and jax.process_index() == 0:
     each = [own.sample(n) for own in settings for n in range(_SAMPLES.value)]
     figures = {
@@ -253,6 +264,9 @@ def complete(given: list[tuple[str, dict[str, Any]]], config: configs.Config) ->
       'compilations': len(decoder.compilations),
       'draft': decoder.draft,
       'rule': decoder.rule,
+      'exact': decoder.rule not in LOSSY,
+      'tree': _TREE.value,
+      'draft_cost': decoder.draft_cost,
       'cache': decoder.cache,
       'mtp': run.conventions,
       'conditions': {**metrics.conditions(), 'mesh': mesh.axis_sizes()},

@@ -1,5 +1,7 @@
 """Rows draft as many tokens as their own acceptance pays for."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -48,7 +50,10 @@ def test_sizes_that_are_compiled_for():
 
 
 def test_texts_follow_the_chain_and_rows_go_at_their_own_pace():
-  kinds = {'broken': NAMES.index('broken'), 'teacher': NAMES.index('teacher')}
+  kinds: dict[str, Any] = {
+    'broken': NAMES.index('broken'),
+    'teacher': NAMES.index('teacher'),
+  }
   with on_mesh(fsdp=1):
     model = decoder(TABLE, list(KINDS.values()), draft_cost=0.2, **kinds)
     texts, out = decode(model, 4096, 5)

@@ -112,6 +112,22 @@ def test_accepted_drafts_are_underlined_on_a_terminal(place, straight):
   assert '\033[4m' in text and text.count('\033[4m') == text.count('\033[24m')
 
 
+@pytest.mark.slow
+def test_drafts_that_branch_write_the_same_and_a_lossy_rule_says_so(sample):
+  def written(*args):
+    done = ended_well(sample('--prompt=one module ', '--json=-', *args))
+    return json.loads(done.stdout)
+
+  plain, tree = written('--draft=0'), written('--tree=3x2')
+  assert tree['completions'][0]['text'] == plain['completions'][0]['text']
+  assert tree['passes'] < plain['passes'] and tree['proposed'] > tree['passes']
+  assert (tree['tree'], tree['exact'], plain['tree']) == ('3x2', True, None)
+  typical = '--rule=typical', '--temperature=1'
+  done = ended_well(sample('--prompt=one module ', *typical))
+  assert '--rule=typical is lossy' in done.stdout + done.stderr
+  assert not written(*typical)['exact']
+
+
 @pytest.mark.parametrize(
   'args, said',
   [
@@ -130,6 +146,9 @@ def test_accepted_drafts_are_underlined_on_a_terminal(place, straight):
     (('--prompt=a', '--repetition_penalty=0'), ('--repetition_penalty = 0', 'off')),
     (('--prompt=a', '--logit_bias=x:1'), ('--logit_bias', 'x:1', '17:-1.5')),
     (('--prompt=a', '--logit_bias=999:1'), ('--logit_bias = 999', 'use ids in 0')),
+    (('--prompt=a', '--tree=3x2x1'), ('--tree = ', '3 deep')),
+    (('--prompt=a', '--tree=2', '--rule=block'), ('--rule = ', 'chains only')),
+    (('--prompt=a', '--draft_cost=-1'), ('--draft_cost = -1',)),
     (('--prompt=a', '--longest=20'), ('1 tokens and a budget of 24', 'longest=20')),
     (('--prompt=a', '--json=/proc/none/x'), ('--json', 'cannot be written')),
     (('--prompt=a', '--tempreature=1'), ('--tempreature', 'did you mean')),

@@ -371,7 +371,9 @@ def _judge(
 
   def drawn():
     p = filters.probabilities(logits, sampling)
-    return verify.RULES[plan.rule](p, drafted, q, count, sampling.seed, rounds_B)
+    # Without drafts, all draw from p: those for trees are not asked then.
+    rule = verify.RULES.get(plan.rule, verify.rejection)
+    return rule(p, drafted, q, count, sampling.seed, rounds_B)
 
   def greedy():
     return verify.greedy(logits, drafted, count)
