@@ -16,7 +16,7 @@ from mtpjax import mesh
 from mtpjax.drafters import base, parallel, residual, sequential
 from mtpjax.fields import ConfigError
 from mtpjax.models import cache
-from mtpjax.sampling import drafting, engine, filters, trees
+from mtpjax.sampling import drafting, engine, filters, judging, trees
 from mtpjax.sampling.filters import Settings
 from mtpjax.sampling.generate import Decoder
 
@@ -258,8 +258,8 @@ def test_rounds_of_trees_leave_what_a_fresh_prefill_gives(name, windows, tree, a
 
     def drafts(weights, state):
       m = nnx.merge(graphdef, weights)
-      past = engine.history(m, state, sampling)
-      noted = Noted(engine.choice(plan, sampling, state.rounds, past, K))
+      past = judging.history(m, state, sampling)
+      noted = Noted(judging.chooser(plan, sampling, state.rounds, past, K))
       part: Any = m.objectives['drafter']
       draft, _ = part.propose(m.trunk, state.caches, state.drafter, K, noted)
       return noted.seen, draft.tokens

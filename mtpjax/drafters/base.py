@@ -249,6 +249,12 @@ class Choose(Protocol):
     ...
 
 
+def no_draft(zeros_B: Array) -> Draft:
+  """Nothing proposed, in rows as many as those."""
+  none = jnp.zeros((len(zeros_B), 0), jnp.int32, out_sharding=mesh.whole_BT)
+  return Draft(none, none, zeros_B)
+
+
 def chain(tokens: list[Array], q: list[Array | None]) -> Draft:
   """A draft without branches that was not drawn by `Choose`: tokens [B] one after
   another, and the distribution of each, [B, V], or None."""

@@ -22,16 +22,7 @@ from mtpjax import losses, mesh
 from mtpjax.drafters import base
 from mtpjax.models import block as blocks
 from mtpjax.models import cache, trunk
-from mtpjax.sampling import (
-  adaptive,
-  branching,
-  drafting,
-  filters,
-  processors,
-  rows,
-  trees,
-  verify,
-)
+from mtpjax.sampling import adaptive, branching, judging, rows, verify
 from mtpjax.sampling.filters import Sampling
 from mtpjax.sampling.state import (
   FAILED,
@@ -193,9 +184,9 @@ def _read(
     hidden = cache.take(out.hidden, jnp.maximum(count_B - 1, 0), 1)
     logits = _logits(model, hidden)
     zeros = jnp.zeros_like(start_B)
-    none, past = _none(len(zeros)), history(model, state, sampling)
-    judged = _processed(logits, sampling, none, past)
-    verdict = _judge(plan, judged, none, None, zeros, sampling, zeros)
+    past = judging.history(model, state, sampling)
+    none = base.no_draft(zeros)
+    verdict = judging.chain(plan, logits, none, zeros, sampling, zeros, past)
     first = verdict.after[:, None]
     live = state.reason == LIVE
     state = _commit(state, ends & live, verdict, first, logits, sampling)
@@ -246,14 +237,13 @@ def _round(
   model = nnx.merge(graphdef, weights)
   part, K = drafting_part(model, plan), plan.draft
   layers = blocks.unstack(blocks.arrays(model.trunk.blocks))
-  B = state.length.shape[0]
   live = state.reason == LIVE
   start = state.length - 1  # the last token, which has no features yet
   last = cache.take(state.tokens, start, 1)
-  past = history(model, state, sampling)
-  draft = base.Draft(_none(B), _none(B), count)
+  past = judging.history(model, state, sampling)
+  draft = base.no_draft(count)
   if part and most:
-    choose = choice(plan, sampling, state.rounds, past, most)
+    choose = judging.chooser(plan, sampling, state.rounds, past, most)
     draft, drafter = part.propose(
       model.trunk, state.caches, state.drafter, most, choose
     )
@@ -273,11 +263,7 @@ def _round(
   logits = _logits(model, out.hidden)
   turn = state.rounds + 1
   if block:
-    before = block.seen[:, :, 1:]
-    judged = processors.processed(
-      logits, sampling.processing, sampling.stop, past, drafted, before
-    )
-    row, verdict = _judge_tree(plan, judged, draft, block, count, sampling, turn)
+    row, verdict = judging.tree(plan, logits, draft, block, count, sampling, turn, past)
     # What is left of the block is a chain: the path to that row.
     path = block.path(row, most + 1)
     logits = cache.pick(logits, path)
@@ -291,8 +277,7 @@ def _round(
     nodes = jnp.sum(block.proposed(count), 1)
     count = jnp.minimum(count, jnp.max(block.depth, 1))
   else:
-    judged = _processed(logits, sampling, drafted, past)
-    verdict = _judge(plan, judged, drafted, draft.q, count, sampling, turn)
+    verdict = judging.chain(plan, logits, draft, count, sampling, turn, past)
     nodes = count
 
   # The accepted drafts, then the token after them.
@@ -328,11 +313,6 @@ def _round(
   return state
 
 
-def _none(B: int) -> Array:
-  """No drafts, [B, 0]."""
-  return jnp.zeros((B, 0), jnp.int32, out_sharding=mesh.whole_BT)
-
-
 def _bounded(plan: Plan, sampling: Sampling, prompt_B: Array) -> Sampling:
   """A row ends where its buffer does: past it, a write would spoil committed tokens."""
   budget = jnp.minimum(sampling.budget, plan.slots - prompt_B)
@@ -344,78 +324,6 @@ def _logits(model, hidden_BTD) -> Array:
   return cache.whole(
     losses.head_logits(model.trunk.final_norm(hidden_BTD), model.trunk.head())
   )
-
-
-def history(model, state: State, sampling: Sampling) -> processors.History:
-  return processors.history(
-    state.tokens,
-    state.prompt,
-    state.length,
-    sampling.processing,
-    len(model.trunk.head().w_VD),
-  )
-
-
-def _processed(logits, sampling: Sampling, drafted, past: processors.History) -> Array:
-  """Rows judged by what is before them; the last one follows all drafts of a chain."""
-  before = processors.chain(drafted, logits.shape[1])
-  return processors.processed(
-    logits, sampling.processing, sampling.stop, past, drafted, before
-  )
-
-
-def _judge(
-  plan: Plan, logits, drafted, q, count, sampling: Sampling, rounds_B
-) -> verify.Verdict:
-  """The rule's verdict; where every row is greedy, without a single random number."""
-
-  def drawn():
-    p = filters.probabilities(logits, sampling)
-    # Without drafts, all draw from p: those for trees are not asked then.
-    rule = verify.RULES.get(plan.rule, verify.rejection)
-    return rule(p, drafted, q, count, sampling.seed, rounds_B)
-
-  def greedy():
-    return verify.greedy(logits, drafted, count)
-
-  return jax.lax.cond(jnp.any(sampling.temperature > 0), drawn, greedy)
-
-
-def _judge_tree(
-  plan: Plan, logits, draft: base.Draft, block, count, sampling: Sampling, rounds_B
-) -> tuple[Array, verify.Verdict]:
-  """As `_judge` where drafts branch; and the row of the block where it ends."""
-  tokens, ok = cache.whole(draft.tokens), block.proposed(count)
-
-  def drawn():
-    p = filters.probabilities(logits, sampling)
-    rule = branching.RULES[plan.rule]
-    return rule(p, tokens, draft.q, block, ok, sampling.seed, rounds_B)
-
-  def greedy():
-    return branching.greedy(logits, tokens, block, ok)
-
-  return jax.lax.cond(jnp.any(sampling.temperature > 0), drawn, greedy)
-
-
-def choice(
-  plan: Plan, sampling: Sampling, rounds_B, past: processors.History, most: int
-) -> base.Choose:
-  """Draws drafts as the trunk's own tokens are drawn, from a stream of their own."""
-
-  def process(logits_BMV, paths_BMK):
-    B, M, K = paths_BMK.shape
-    drafted = cache.whole(paths_BMK.reshape(B, M * K))
-    own = jnp.repeat(jnp.eye(M, dtype=bool), K, 1)[None]
-    before = cache.whole(jnp.broadcast_to(own, (B, M, M * K)))
-    return processors.processed(
-      logits_BMV, sampling.processing, sampling.stop, past, drafted, before
-    )
-
-  if isinstance(plan.tree, trees.Dynamic):
-    return drafting.Confident(plan.tree, sampling, process)
-  tree = plan.tree or trees.Tree.chain(most)
-  return drafting.Shaped(tree, sampling, rounds_B, process)
 
 
 def _commit(
