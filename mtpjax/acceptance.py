@@ -19,11 +19,14 @@ from mtpjax.drafters import base
 from mtpjax.fields import ConfigError
 from mtpjax.models import cache
 from mtpjax.models.attention import Rows
+from mtpjax.sampling import trees
 from mtpjax.sampling.filters import Settings
 from mtpjax.sampling.generate import Decoder, pad
 from mtpjax.sampling.jobs import Generation
 from mtpjax.sampling.stats import Stats
 
+RANKS = 8  # candidates for a token that are looked at
+BUDGET = 16  # drafts of the tree that is proposed
 # A tie this close may fall either way in a batch of another shape, by dtype.
 MARGIN = {'float32': 1e-5, 'bfloat16': 2.0**-6, 'float64': 1e-12}
 
@@ -60,6 +63,10 @@ def measure(
     by_draft_length: the rate, τ and tokens a pass with 1 … K drafts.
     replay_tau: what the trunk's own greedy text and the drafter's teacher-forced
       predictions give for τ.
+    acceptance_by_rank: [K][RANKS], how often the trunk's token is the drafter's
+      candidate of that rank, the path before it right.
+    best_tree: of BUDGET drafts, the one with the most accepted to expect, as `--tree`
+      takes it, and τ if depths were independent.
     parity: whether each text is the plain one.
     divergences: where one is not: its row, index, and the margin there between the
       plain decode's two best logits, as a share of the largest.
@@ -91,14 +98,18 @@ def measure(
   ]
   last, stats = runs[-1], runs[-1].stats
   with jax.set_mesh(mesh.whole_in_time()):
-    margins, right = _teacher(graphdef, mesh.moved(params), texts, K)
+    margins, ranks = _teacher(graphdef, mesh.moved(params), texts, K)
+  by_rank = _by_rank(ranks, lengths, new)
+  best = trees.Tree.best(by_rank, BUDGET) if by_rank else None
   divergences = _divergences(plain, last, lengths, margins)
   return {
     **{k: v for k, v in stats.to_json().items() if k not in ('rounds', 'passes')},
     'by_draft_length': [
       {name: own.stats.to_json()[name] for name in _BY_LENGTH} for own in runs
     ],
-    'replay_tau': replay(right, lengths, new, config.tokens).tau,
+    'replay_tau': replay(ranks == 0, lengths, new, config.tokens).tau,
+    'acceptance_by_rank': by_rank,
+    'best_tree': best and {'tree': str(best), 'tau': 1 + best.accepted(by_rank)},
     'parity': not divergences,
     'divergences': divergences,
     'rounding_explains': all(
@@ -226,6 +237,7 @@ def table(figures: dict[str, Any] | None) -> str:
     [
       *lines,
       f'by position {by_position}, given those before {given}',
+      *_tree(figures['best_tree']),
       f"replay of the trunk's own text: τ {number(figures['replay_tau'])}; {same}",
       f'{figures["prompt"]!r} goes on, in {figures["plain_passes"]} plain passes:',
       f'  {figures["completion"]!r}',
@@ -233,6 +245,12 @@ def table(figures: dict[str, Any] | None) -> str:
       f'  {figures["draft_completion"]!r}',
     ]
   )
+
+
+def _tree(best: dict[str, Any] | None) -> list[str]:
+  if best is None:
+    return []
+  return [f'best tree of {BUDGET} drafts: τ {best["tau"]:.3f}, --tree={best["tree"]}']
 
 
 def _texts(ids, lengths, out: Generation) -> np.ndarray:
@@ -254,7 +272,8 @@ def _ends(out: Generation, stop: tuple[int, ...]) -> Int[np.ndarray, ' B']:
 
 def _teacher(graphdef, params, texts: np.ndarray, K: int):
   """Of the whole texts at once: the margin of the best token over the second as a share
-  of the largest logit [B, T], and which drafts are right [K, B, T]."""
+  of the largest logit [B, T], and the rank of the right draft among the candidates, up
+  to RANKS [K, B, T]."""
   B, T = texts.shape
   share = mesh.axis_size(*mesh.BATCH)
   full = -(-B // share) * share
@@ -277,7 +296,8 @@ def _teacher(graphdef, params, texts: np.ndarray, K: int):
       logits = cache.whole(losses.head_logits(hidden_BD, model.trunk.head()))
       two, _ = jax.lax.top_k(logits, 2)
       size = jnp.max(jnp.abs(jnp.where(logits > -1e29, logits, 0)), -1)
-      drafts = jnp.argmax(losses.head_logits(hidden_KBD, head), -1)
+      own = cache.whole(jnp.moveaxis(losses.head_logits(hidden_KBD, head), 1, 0))
+      _, drafts = jax.lax.top_k(own, min(RANKS, own.shape[-1]))
       return (two[:, 0] - two[:, 1]) / size, drafts
 
     first = jnp.moveaxis(cache.whole(model.trunk.final_norm(out.hidden)), 1, 0)
@@ -288,12 +308,30 @@ def _teacher(graphdef, params, texts: np.ndarray, K: int):
 
   ids = jax.device_put(padded, mesh.ids_BT)
   margin, drafts = (np.asarray(x) for x in run(params, ids))
-  right = np.zeros((K, B, T), bool)
+  ranks = np.full((K, B, T), RANKS)
   for k in range(K):
     # Draft k, from 0, of row i is token i + k + 2.
     n = max(0, T - k - 2)
-    right[k, :, :n] = texts[:, T - n :] == drafts[:n, k, :B].T
-  return margin.T[:B], right
+    hit = drafts[:n, :B, k] == texts[:, T - n :].T[..., None]
+    ranks[k, :, :n] = np.where(hit.any(-1), hit.argmax(-1), RANKS).T
+  return margin.T[:B], ranks
+
+
+def _by_rank(ranks_KBT: np.ndarray, prompts_B, new_B) -> list[list[float]] | None:
+  """How often each rank is right, of the drafts of tokens that are there; None where a
+  depth has none. Ranks are sorted: few rows may turn two that are rare."""
+  found = []
+  for k, ranks in enumerate(ranks_KBT):
+    rows = [
+      ranks[b, n - 1 : max(0, n + new - k - 2)]
+      for b, (n, new) in enumerate(zip(prompts_B, new_B, strict=True))
+    ]
+    drafts = np.concatenate([row for row in rows if len(row)] or [np.zeros(0, int)])
+    if not len(drafts):
+      return None
+    counts = np.bincount(drafts, minlength=RANKS + 1)[:RANKS]
+    found.append(np.sort(counts / len(drafts))[::-1].tolist())
+  return found
 
 
 def divergences(

@@ -13,6 +13,7 @@ from mtpjax.data import pack, tokenizer
 from mtpjax.drafters import parallel, residual, sequential
 from mtpjax.fields import ConfigError
 from mtpjax.models import trunk
+from mtpjax.sampling import trees
 from mtpjax.sampling.filters import Settings
 from mtpjax.sampling.generate import Decoder
 
@@ -72,6 +73,38 @@ def test_the_replay_of_plain_text_gives_the_samplers_tau(name):
   assert (
     found['completion'] == found['draft_completion'] and len(found['completion']) == 33
   )
+
+
+def test_ranks_of_the_right_tokens_and_the_tree_they_make():
+  found = measured('rows')
+  assert found is not None
+  table, best = found['acceptance_by_rank'], found['best_tree']
+  assert [len(row) for row in table] == [acceptance.RANKS] * 3
+  for row in table:  # six tokens: each is among the candidates
+    assert sum(row) == pytest.approx(1) and row == sorted(row, reverse=True)
+  tree = trees.parse(best['tree'], 3, V)
+  wanted = trees.Tree.best(table, acceptance.BUDGET)
+  assert tree == wanted and wanted.nodes == acceptance.BUDGET
+  assert best['tau'] == pytest.approx(1 + wanted.accepted(table))
+  assert f'--tree={tree}' in acceptance.table(found)
+
+
+def test_ranks_are_counted_where_the_text_is():
+  rng = np.random.default_rng(4)
+  prompts, new = np.array([4, 1]), np.array([20, 9])
+  ranks = rng.integers(0, acceptance.RANKS + 1, (3, 2, 30))
+  found = acceptance._by_rank(ranks, prompts, new)
+  assert found is not None
+  for k in range(3):
+    here = [
+      ranks[k, b, i]
+      for b in range(2)
+      for i in range(prompts[b] - 1, 30)
+      if i + k + 2 < prompts[b] + new[b]
+    ]
+    counts = [here.count(r) / len(here) for r in range(acceptance.RANKS)]
+    np.testing.assert_allclose(found[k], sorted(counts, reverse=True))
+  assert acceptance._by_rank(ranks, prompts, np.array([2, 1])) is None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,6 +61,7 @@ def test_a_tree_is_read_from_the_children_by_depth():
     ('2x2x2x2', 'is 4 deep, and the drafter drafts 3'),
     ('99x99', 'is too large'),
     ('200x2', 'is too large'),
+    ('-1,-1,7', 'is no tree'),
     ('128x1x1', 'has 384 nodes'),
     ('12x2', 'has 12 children of 10 tokens'),
     ('dynamic:2:40', 'has only 10 candidates'),
@@ -80,12 +81,11 @@ def test_nodes_are_numbered_breadth_first(parents):
     trees.Tree(parents)
 
 
-def expected(tree, table):
-  """Σ over nodes of the product of acceptance along the path."""
-  value: list[float] = []
-  for parent, depth, rank in zip(tree.parents, tree.depths, tree.ranks, strict=True):
-    value.append((value[parent] if parent >= 0 else 1) * table[depth - 1][rank])
-  return sum(value)
+def test_accepted_drafts_to_expect():
+  table = [[0.5, 0.25], [0.4, 0.2]]
+  tree = trees.Tree((-1, -1, 0, 0, 1))
+  assert tree.accepted(table) == pytest.approx(0.5 * 1.6 + 0.25 * 1.4)
+  assert trees.parse(str(tree), 3, 9) == tree
 
 
 def test_the_best_tree_is_the_best_of_all():
@@ -101,9 +101,9 @@ def test_the_best_tree_is_the_best_of_all():
         except ConfigError:
           continue
         if tree.depth <= 3 and max(tree.ranks) < 3:
-          others.append(expected(tree, table))
+          others.append(tree.accepted(table))
       assert best.nodes <= budget
-      assert expected(best, table) == pytest.approx(max(others), rel=1e-12)
+      assert best.accepted(table) == pytest.approx(max(others), rel=1e-12)
 
 
 def test_candidates_that_are_never_right_are_left_out():

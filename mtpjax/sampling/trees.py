@@ -87,6 +87,17 @@ class Tree:
     index = {path: n for n, path in enumerate(taken)}
     return cls(tuple(index.get(path[:-1], -1) for path in taken))
 
+  def __str__(self) -> str:
+    return ','.join(map(str, self.parents))
+
+  def accepted(self, acceptance: Any) -> float:
+    """Accepted drafts to expect; see `best`."""
+    value: list[float] = []
+    for parent, depth, rank in zip(self.parents, self.depths, self.ranks, strict=True):
+      own = acceptance[depth - 1][rank]
+      value.append(own * (value[parent] if parent >= 0 else 1.0))
+    return sum(value)
+
   @property
   def nodes(self) -> int:
     return len(self.parents)
@@ -142,7 +153,8 @@ class Dynamic:
 
 
 def parse(text: Any, longest: int, vocab: int) -> Tree | Dynamic:
-  """A tree as it is written: '4x2x1' (children by depth) or 'dynamic:WIDTH:NODES'.
+  """A tree as it is written: '4x2x1' (children by depth), '-1,-1,0,1' (parents of the
+  nodes) or 'dynamic:WIDTH:NODES'.
 
   Args:
     longest: depth of a dynamic tree, and the most that a tree may have.
@@ -156,6 +168,8 @@ def parse(text: Any, longest: int, vocab: int) -> Tree | Dynamic:
     dynamic = re.fullmatch(r'dynamic:(\d{1,4}):(\d{1,4})', text)
     if dynamic:
       tree = Dynamic(int(dynamic[1]), int(dynamic[2]), longest)
+    elif re.fullmatch(r'-1(,(-1|\d{1,3}))*', text):
+      tree = Tree(tuple(map(int, text.split(','))))
     elif re.fullmatch(r'[1-9]\d{0,2}(x[1-9]\d{0,2})*', text):
       widths = [int(width) for width in text.split('x')]
       if np.prod(widths, dtype=float) > NODES:
