@@ -64,7 +64,7 @@ def measure(
     replay_tau: what the trunk's own greedy text and the drafter's teacher-forced
       predictions give for τ.
     acceptance_by_rank: [K][RANKS], how often the trunk's token is the drafter's
-      candidate of that rank, the path before it right.
+      candidate of that rank, the path before it right; largest first.
     best_tree: of BUDGET drafts, the one with the most accepted to expect, as `--tree`
       takes it, and τ if depths were independent.
     parity: whether each text is the plain one.
@@ -100,7 +100,7 @@ def measure(
   with jax.set_mesh(mesh.whole_in_time()):
     margins, ranks = _teacher(graphdef, mesh.moved(params), texts, K)
   by_rank = _by_rank(ranks, lengths, new)
-  best = trees.Tree.best(by_rank, BUDGET) if by_rank else None
+  best = trees.Tree.best(by_rank, BUDGET) if by_rank and by_rank[0][0] else None
   divergences = _divergences(plain, last, lengths, margins)
   return {
     **{k: v for k, v in stats.to_json().items() if k not in ('rounds', 'passes')},
@@ -355,8 +355,8 @@ def _divergences(
   for b, n in enumerate(lengths):
     size = min(plain.lengths[b], drafted.lengths[b])
     differ = np.flatnonzero(plain.tokens[b, :size] != drafted.tokens[b, :size])
-    if len(differ):
-      index = int(differ[0])
+    if len(differ) or plain.lengths[b] != drafted.lengths[b]:
+      index = int(differ[0]) if len(differ) else int(size)
       margin = float(margins[b, n + index - 1])
       found.append({'row': b, 'index': index, 'margin': margin})
   return found

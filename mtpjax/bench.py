@@ -245,6 +245,10 @@ def compare_texts(
   margin = acceptance.MARGIN[str(run.config.trunk.dtype)]
   for variant, (decoder, _) in terminal.watch(decoders.items(), len(decoders), 'text'):
     texts = greedy_texts(decoder, variant, ids, wanted)
+    if any('failed' in out.finish_reason for out in texts):
+      name, problem = str(run.directory), 'gives no distribution after some prompt'
+      fix = 'name a checkpoint whose parameters are finite'
+      raise fields.ConfigError('--checkpoint', name, problem, fix)
     if not variant.draft:
       plain[variant.batch] = texts
       continue
@@ -303,9 +307,9 @@ def said_of_texts(parity: list[dict[str, Any]], samples: list[dict[str, Any]]):
   else:
     yield 'greedy: all texts equal plain decoding'
   for own in samples:
-    same = 'as plain decoding draws'
-    if not own['same']:
-      same = f'NOT {same}' + (', as a lossy rule may' if own['rule'] in LOSSY else '')
+    same = 'as plain decoding draws' if own['same'] else 'NOT as plain decoding draws'
+    if own['rule'] in LOSSY:
+      same += ', and it is a lossy rule'
     yield (
       f'drawn by {own["rule"]}, K = {own["draft"]}, at temperature '
       f'{own["temperature"]:g}: {same} (n = {own["n"][0]} and {own["n"][1]}, '

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mtpjax.sampling.generate import LOSSY
 from mtpjax.sampling.stats import Stats
 from mtpjax.sampling.timing import (
   Batch,
@@ -137,7 +138,7 @@ def judge(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
   if best['speedup_low'] is None:
     n = best['repeats']
     said = f'{n} repeats cannot show that a K pays; the best, K = {K}, is at {S}'
-  elif best['speedup_high'] > 1:
+  elif any(f['speedup_high'] > 1 for f in drafted):
     said = f'no K is shown to pay: the best, K = {K}, is at {S} of plain decoding'
   else:
     said = f'no K pays here: the best, K = {K}, is at {S} of plain decoding'
@@ -147,6 +148,8 @@ def judge(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def reason(figures: dict[str, Any]) -> str:
   """Why a K does not pay, from its parts."""
   cost, tau, K = figures['break_even_tau'], figures['tau'], figures['draft']
+  if tau is None:
+    return 'no round was needed: every text ended with its first token'
   if cost >= K + 1:
     more = figures['t_verify'] - figures['t_base']
     dear = 'drafting' if figures['t_draft'] > more else 'verification'
@@ -187,7 +190,8 @@ def table(figures: Sequence[dict[str, Any]], verdicts: Sequence[dict[str, Any]])
     first = group[0]
     lines += [
       '',
-      f'{first["rule"]}, batch {first["batch"]}, {first["slots"]} slots, '
+      f'{first["rule"]}{" (lossy)" * (first["rule"] in LOSSY)}, '
+      f'batch {first["batch"]}, {first["slots"]} slots, '
       f'{first["repeats"]} repeats; times in ms',
       ' K tokens/s     S  (95 % bounds)  predicted     τ   rate'
       '  T_base  T_draft  T_verify  overhead',
@@ -196,8 +200,9 @@ def table(figures: Sequence[dict[str, Any]], verdicts: Sequence[dict[str, Any]])
       line = f'{f["draft"]:2} {f["tokens_per_second"]:8.1f}'
       if f['draft']:
         line += (
-          f' {f["speedup"]:5.2f} {_interval(f):>15} {f["predicted_speedup"]:10.2f}'
-          f' {f["tau"]:5.2f} {_number(f["acceptance_rate"], ".3f"):>6}'
+          f' {f["speedup"]:5.2f} {_interval(f):>15}'
+          f' {_number(f["predicted_speedup"], ".2f"):>10}'
+          f' {_number(f["tau"], ".2f"):>5} {_number(f["acceptance_rate"], ".3f"):>6}'
           f' {_ms(f["t_base"]):>7} {_ms(f["t_draft"]):>8} {_ms(f["t_verify"]):>9}'
           f' {f["verification_overhead"]:+9.0%}'
         )

@@ -82,11 +82,24 @@ def test_ranks_of_the_right_tokens_and_the_tree_they_make():
   assert [len(row) for row in table] == [acceptance.RANKS] * 3
   for row in table:  # six tokens: each is among the candidates
     assert sum(row) == pytest.approx(1) and row == sorted(row, reverse=True)
-  tree = trees.parse(best['tree'], 3, V)
+  tree = trees.parse(best['tree'], 3, V, 3)
   wanted = trees.Tree.best(table, acceptance.BUDGET)
   assert tree == wanted and wanted.nodes == acceptance.BUDGET
   assert best['tau'] == pytest.approx(1 + wanted.accepted(table))
   assert f'--tree={tree}' in acceptance.table(found)
+
+
+def test_a_text_that_ends_elsewhere_leaves_the_plain_one():
+  graphdef, params = build(DRAFTERS['rows'])
+  prompts = acceptance.prompts(CONFIG, rows(*[12] * 9), TEXT)
+  assert prompts is not None
+  plain = Decoder(graphdef, params, draft=0, longest=40).generate(
+    *prompts, Settings(budget=9)
+  )
+  assert not acceptance.divergences(graphdef, params, *prompts, plain, plain)
+  cut = dataclasses.replace(plain, lengths=plain.lengths - [0, 3, 0, 0, 0])
+  (found,) = acceptance.divergences(graphdef, params, *prompts, plain, cut)
+  assert (found['row'], found['index']) == (1, 6)
 
 
 def test_ranks_are_counted_where_the_text_is():

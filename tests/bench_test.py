@@ -413,3 +413,8 @@ def test_the_figure_draws_what_it_was_given(tmp_path, monkeypatch):
   (predicted,) = [x for x in left.lines if x.get_label() == 'predicted']
   assert list(predicted.get_ydata()) == pytest.approx([2 / 1.3])
   assert [bar.get_height() for bar in right.containers[0]] == pytest.approx([1e3, 1300])
+
+
+def test_a_run_without_rounds_has_a_reason():
+  parts = {'break_even_tau': 2.0, 'tau': None, 'draft': 2}
+  assert 'ended with its first token' in verdict.reason(parts)

@@ -42,14 +42,14 @@ DRAFTERS = {
 
 def test_a_tree_is_read_from_the_children_by_depth():
   tree = trees.Tree.full((3, 2, 1))
-  assert trees.parse('3x2x1', 3, 100) == tree
+  assert trees.parse('3x2x1', 3, 100, 3) == tree
   assert tree == trees.Tree((-1,) * 3 + (0, 0, 1, 1, 2, 2) + tuple(range(3, 9)))
   assert tree.depths == [1] * 3 + [2] * 6 + [3] * 6
   assert tree.ranks == [0, 1, 2] + [0, 1] * 3 + [0] * 6
   assert (tree.inner(0), tree.inner(1), tree.inner(3)) == ([-1], [0, 1, 2], [])
   assert RAGGED.inner(1) == [0, 2] and RAGGED.inner(2) == [3, 5]
-  assert trees.parse('1x1', 3, 100) == trees.Tree.chain(2)
-  assert trees.parse('dynamic:4:9', 3, 100) == trees.Dynamic(4, 9, 3)
+  assert trees.parse('1x1', 3, 100, 3) == trees.Tree.chain(2)
+  assert trees.parse('dynamic:4:9', 3, 100, 3) == trees.Dynamic(4, 9, 3)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_tree_is_read_from_the_children_by_depth():
     ('2x0', 'is no tree'),
     ('', 'is no tree'),
     (4, 'is no tree'),
-    ('2x2x2x2', 'is 4 deep, and the drafter drafts 3'),
+    ('2x2x2x2', 'is 4 deep, and drafts are up to 3'),
     ('99x99', 'is too large'),
     ('200x2', 'is too large'),
     ('-1,-1,7', 'is no tree'),
@@ -72,7 +72,7 @@ def test_a_tree_is_read_from_the_children_by_depth():
 )
 def test_what_is_no_tree_is_refused(text, said):
   with pytest.raises(ConfigError, match=said):
-    trees.parse(text, 3, 10)
+    trees.parse(text, 3, 10, 3)
 
 
 @pytest.mark.parametrize('parents', [(0,), (-1, 1), (-1, 0, -1), (-2,)])
@@ -85,7 +85,7 @@ def test_accepted_drafts_to_expect():
   table = [[0.5, 0.25], [0.4, 0.2]]
   tree = trees.Tree((-1, -1, 0, 0, 1))
   assert tree.accepted(table) == pytest.approx(0.5 * 1.6 + 0.25 * 1.4)
-  assert trees.parse(str(tree), 3, 9) == tree
+  assert trees.parse(str(tree), 3, 9, 3) == tree
 
 
 def test_the_best_tree_is_the_best_of_all():
@@ -251,7 +251,7 @@ def test_rounds_of_trees_leave_what_a_fresh_prefill_gives(name, windows, tree, a
     lengths = np.array([1, 3, 8, 8], np.int32)
     prompts = np.random.default_rng(0).integers(0, V, (4, 8)).astype(np.int32)
     text, _, _ = plainly(graphdef, params, prompts, lengths, new)
-    shape = trees.parse(tree, K, V)
+    shape = trees.parse(tree, K, V, K)
     plan = engine.Plan(draft=K, slots=slots, chunk=4, tree=shape)
     sampling = filters.arrays([Settings(budget=new)] * 4, K)
     weights = engine.lay_out(graphdef, params)
@@ -352,11 +352,15 @@ def test_a_chain_that_is_called_a_tree_decodes_as_a_chain():
 def test_refusals():
   with on_mesh(fsdp=1):
     graphdef, params = build(DRAFTERS['rows'])
+    # A module that is reused drafts on beyond what it was trained for.
+    assert Decoder(graphdef, params, tree='1x1x1x2').draft == 4
     for options, said in [
       ({'rule': 'block', 'tree': '2x2'}, 'judges chains only'),
       ({'draft': 0, 'tree': '2x2'}, 'needs a drafter that drafts'),
-      ({'draft': 2, 'tree': '2x2x2'}, 'is 3 deep, and the drafter drafts 2'),
+      ({'draft': 2, 'tree': '2x2x2'}, 'is 3 deep, and drafts are up to 2'),
       ({'tree': 'wide'}, 'is no tree'),
+      ({'tree': '2x2', 'draft_cost': 0.1}, 'draft_cost'),
+      ({'rule': 'typical', 'draft_cost': 0.1}, 'draft_cost'),
     ]:
       with pytest.raises(ConfigError, match=said):
         Decoder(graphdef, params, **options)

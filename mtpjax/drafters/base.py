@@ -346,7 +346,8 @@ class Drafter(Objective):
   def absorb(
     self, trunk: Trunk, caches: list[LayerCache], state: PyTree, block: Committed
   ) -> PyTree:
-    """The state after these rows. Called once on the prompt, then once a round.
+    """The state after these rows. Called for each chunk of the prompt, then once
+    a round.
 
     Args:
       caches: the trunk's, a layer each; they hold the block's rows.

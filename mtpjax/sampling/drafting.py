@@ -128,6 +128,7 @@ class Confident:
     C = min(W, V)
     tokens = _largest(log, C)
     score = jnp.stack([verify.lookup(log, tokens[..., c]) for c in range(C)], -1)
+    score = jnp.where(jnp.isnan(score), -jnp.inf, score)  # a sort has NaN first
     if above is None:
       parents, offset = jnp.full((B, M), -1), 0
     else:

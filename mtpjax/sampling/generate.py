@@ -51,7 +51,7 @@ class Decoder:
       `LOSSY`.
     tree: a shape of drafts that branch, see `trees.parse`; None is a chain.
     draft_cost: what one more draft costs to make and verify, as a share of a plain pass
-      (`mtpjax.bench` says it). Each row then drafts as many as its own acceptance pays
+      (as `mtpjax.bench` measures it). Each row then drafts as many as its own acceptance pays
       for, up to `draft`; None: always as many as it may.
     longest: tokens of a row, prompt and new ones, at most; never more than a trunk
       with learned positions has.
@@ -92,8 +92,13 @@ class Decoder:
       raise ConfigError('draft_cost', draft_cost, 'is no cost', fix)
     self.draft_cost = draft_cost
     self.vocab: int = _vocab(graphdef, params)
-    self.draft = _draft(nnx.merge(graphdef, params), draft)
-    self.tree = self._shape(rule, tree)
+    model = nnx.merge(graphdef, params)
+    self.draft = _draft(model, draft)
+    self.tree = self._shape(rule, tree, _most(model, draft))
+    if draft_cost is not None and self.tree:
+      fix = 'leave it out, or the tree, or choose another rule'
+      problem = 'means nothing where drafts branch, or are judged as a tree'
+      raise ConfigError('draft_cost', draft_cost, problem, fix)
     self.draft = self.tree.depth if self.tree else self.draft
     learned = nnx.merge(graphdef, params).trunk.config.learned_positions
     self.longest = longest if learned is None else min(longest, learned)
@@ -107,8 +112,11 @@ class Decoder:
     # (what, rows, slots, draft), and rows of the table of stop strings if there are any
     self.compilations: dict[tuple, float] = {}  # in seconds
 
-  def _shape(self, rule: str, tree: Any) -> trees.Tree | trees.Dynamic | None:
-    """How drafts branch. A rule that is written for trees judges a chain as one."""
+  def _shape(
+    self, rule: str, tree: Any, longest: int
+  ) -> trees.Tree | trees.Dynamic | None:
+    """How drafts branch, as deep as that at most. A rule that is written for trees
+    judges a chain as one."""
     if tree is None:
       alone = rule in verify.RULES or not self.draft
       return None if alone else trees.Tree.chain(self.draft)
@@ -118,7 +126,7 @@ class Decoder:
     if not self.draft:
       fix = 'leave the tree out'
       raise ConfigError('tree', tree, 'needs a drafter that drafts', fix)
-    return trees.parse(tree, self.draft, self.vocab)
+    return trees.parse(tree, self.draft, self.vocab, longest)
 
   def take(self, params: Any) -> None:
     """Other parameters of the same model: what is compiled stays."""
@@ -131,7 +139,8 @@ class Decoder:
     rule: str,
     drafter: Callable[[base.Drafter], base.Drafter] | None = None,
   ) -> Decoder:
-    """Another longest draft, rule or drafter over the very same weights.
+    """Another longest draft, rule or drafter over the very same weights; drafts do not
+    branch, and cost nothing.
 
     Args:
       drafter: makes it from the one that there is, whose parameters are laid out.
@@ -140,7 +149,7 @@ class Decoder:
     other = copy.copy(self)
     model = nnx.merge(self._graphdef, self._weights)
     other.draft, other.rule = _draft(model, draft), rule
-    other.tree = other._shape(rule, None)
+    other.tree, other.draft_cost = other._shape(rule, None, other.draft), None
     if drafter is not None:
       with jax.set_mesh(self._mesh):
         model.objectives['drafter'] = drafter(model.objectives['drafter'])
@@ -408,6 +417,14 @@ def pad(
 def _check_rule(rule: str) -> None:
   if rule not in RULES:
     raise ConfigError('rule', rule, 'is no rule', f'use {" or ".join(RULES)}')
+
+
+def _most(model: Any, wanted: int | None) -> int:
+  """How deep a tree may be."""
+  part = model.objectives.get('drafter')
+  if wanted is not None or not isinstance(part, base.Drafter):
+    return wanted or 0
+  return part.max_draft
 
 
 def _draft(model: Any, wanted: int | None) -> int:

@@ -21,7 +21,7 @@ class Simulated(base.Drafter):
   """Does all the work of another drafter, then proposes what a table says.
 
   A row finds its text among the given ones by what has been committed in it. Off all of
-  them, every draft is wrong.
+  them, its drafts are of no use.
 
   Args:
     inner: whose work is done.

@@ -78,7 +78,7 @@ class Sweep:
     for rule in self.rules if self.temperature else [GREEDY]:
       own = {}
       for K in self.draft:
-        judged = self.rules[0] if rule == GREEDY else rule
+        judged = 'rejection' if rule == GREEDY else rule
         own[K] = (
           plain.over(K, judged, drafter),
           plain.over(K, judged, simulated.Free),

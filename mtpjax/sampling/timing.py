@@ -101,7 +101,7 @@ class Batch:
 
 @dataclasses.dataclass
 class Rounds:
-  """`count` rounds from the middle of a decode, in one call.
+  """The first `count` rounds of a batch, in one call.
 
   Attributes:
     part: 'round' is a whole one, 'verify' one whose drafts cost nothing.

@@ -152,13 +152,14 @@ class Dynamic:
     return self.width + (self.depth - 1) * self.width**2
 
 
-def parse(text: Any, longest: int, vocab: int) -> Tree | Dynamic:
+def parse(text: Any, depth: int, vocab: int, longest: int) -> Tree | Dynamic:
   """A tree as it is written: '4x2x1' (children by depth), '-1,-1,0,1' (parents of the
   nodes) or 'dynamic:WIDTH:NODES'.
 
   Args:
-    longest: depth of a dynamic tree, and the most that a tree may have.
+    depth: of a dynamic tree.
     vocab: tokens that there are.
+    longest: depth that a tree may have.
   """
   forms = "use '4x2x1' (children by depth) or 'dynamic:8:24' (width, nodes)"
   tree = text
@@ -167,7 +168,7 @@ def parse(text: Any, longest: int, vocab: int) -> Tree | Dynamic:
       raise ConfigError('tree', text, 'is no tree', forms)
     dynamic = re.fullmatch(r'dynamic:(\d{1,4}):(\d{1,4})', text)
     if dynamic:
-      tree = Dynamic(int(dynamic[1]), int(dynamic[2]), longest)
+      tree = Dynamic(int(dynamic[1]), int(dynamic[2]), depth)
     elif re.fullmatch(r'-1(,(-1|\d{1,3}))*', text):
       tree = Tree(tuple(map(int, text.split(','))))
     elif re.fullmatch(r'[1-9]\d{0,2}(x[1-9]\d{0,2})*', text):
@@ -192,8 +193,8 @@ def _checked(
     raise ConfigError(
       'tree',
       said,
-      f'is {tree.depth} deep, and the drafter drafts {longest}',
-      f'use a depth of 1 … {longest}',
+      f'is {tree.depth} deep, and drafts are up to {longest}',
+      f'use a depth of 1 … {longest}, or a larger draft if the drafter can',
     )
   if isinstance(tree, Dynamic):
     if not 1 <= tree.width <= min(64, vocab):
