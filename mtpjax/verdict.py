@@ -107,6 +107,7 @@ def _parts(
     't_verify': verify,
     'verification_overhead': verify / base - 1,
     'break_even_tau': (draft + verify) / base,
+    'draft_cost': ((draft + verify) / base - 1) / variant.draft,
     'predicted_speedup': None if tau is None else base * tau / (draft + verify),
   }
 

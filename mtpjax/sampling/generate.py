@@ -50,9 +50,9 @@ class Decoder:
     rule: one of `RULES`; greedy rows do not depend on it. All are exact but the
       `LOSSY`.
     tree: a shape of drafts that branch, see `trees.parse`; None is a chain.
-    draft_cost: what one more draft costs to make and verify, as a share of a plain pass
-      (as `mtpjax.bench` measures it). Each row then drafts as many as its own acceptance pays
-      for, up to `draft`; None: always as many as it may.
+    draft_cost: what one more draft costs to make and verify, as a share of a plain
+      pass; bench.json has it. Each row of a chain then drafts as many as its own
+      acceptance pays for, up to `draft`; None: always as many as it may.
     longest: tokens of a row, prompt and new ones, at most; never more than a trunk
       with learned positions has.
     chunk: tokens of a prompt read at once.
