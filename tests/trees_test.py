@@ -150,8 +150,9 @@ class Along(drafting.Likeliest):
     *(
       pytest.param(*case, marks=pytest.mark.slow)
       for case in [
-        *((name, (0,), {}) for name in DRAFTERS),
+        ('depth', (0,), {}),
         ('rows, trunk hidden', (3,), {}),
+        ('parallel', (0,), {}),
         ('depth', (3,), {'fsdp': 4, 'tensor': 2}),
         ('rows', (3,), {'fsdp': 2, 'tensor': 4}),
       ]
@@ -230,11 +231,9 @@ SHORT = [
     *(
       pytest.param(*case, marks=pytest.mark.slow)
       for case in [
-        *(
-          (name, windows, tree, {})
-          for name in DRAFTERS
-          for windows, tree in [((3,), RAGGED), ((3, 0), DYNAMIC)]
-        ),
+        *((name, (3,), RAGGED, {}) for name in DRAFTERS),
+        ('depth', (3, 0), DYNAMIC, {}),
+        ('rows, trunk hidden', (3, 0), DYNAMIC, {}),
         ('depth', (3,), DYNAMIC, {'fsdp': 4, 'tensor': 2}),
         ('rows', (3,), RAGGED, {'fsdp': 2, 'tensor': 4}),
       ]
