@@ -308,6 +308,38 @@ def test_rounds_of_trees_leave_what_a_fresh_prefill_gives(name, windows, tree, a
       assert (ours.nodes <= ours.rounds * shape.nodes).all()
 
 
+@pytest.mark.parametrize('tree', [RAGGED, DYNAMIC])
+def test_processors_heed_the_path_to_each_node(tree):
+  with on_mesh(fsdp=1):
+    graphdef, params = build(DRAFTERS['parallel, linear'])
+    prompts = np.random.default_rng(2).integers(0, V, (8, 4)).astype(np.int32)
+    own = [
+      Settings(
+        budget=30,
+        repetition_penalty=1.3 if b % 2 else 1.0,
+        presence_penalty=3.0 * (b % 3 > 0),
+        frequency_penalty=2.0 if b > 3 else 0.0,
+        logit_bias={b: -2.0},
+        min_tokens=9,
+        stop=(3, 17, 29),
+      )
+      for b in range(8)
+    ]
+    plain, drafted = (
+      Decoder(graphdef, params, **options).generate(prompts, np.full(8, 4), own)
+      for options in ({'draft': 0}, {'tree': tree})
+    )
+    np.testing.assert_array_equal(plain.tokens, drafted.tokens)
+    assert plain.finish_reason == drafted.finish_reason
+    assert sum(row.kept.sum() > 0 for row in drafted.rows) >= 4
+    free = [Settings(budget=30)] * 8
+    without = Decoder(graphdef, params, draft=0).generate(prompts, np.full(8, 4), free)
+    changed = [
+      (a != b).any() for a, b in zip(plain.tokens, without.tokens, strict=True)
+    ]
+    assert sum(changed) >= 4
+
+
 @pytest.mark.parametrize('tree', ['2x2x1', DYNAMIC])
 def test_rows_and_settings_of_a_batch_keep_to_themselves(tree):
   with on_mesh(fsdp=1):
