@@ -326,8 +326,11 @@ def test_processors_heed_the_path_to_each_node(tree):
       for b in range(8)
     ]
     plain, drafted = (
-      Decoder(graphdef, params, **options).generate(prompts, np.full(8, 4), own)
-      for options in ({'draft': 0}, {'tree': tree})
+      decoder.generate(prompts, np.full(8, 4), own)
+      for decoder in (
+        Decoder(graphdef, params, draft=0),
+        Decoder(graphdef, params, tree=tree),
+      )
     )
     np.testing.assert_array_equal(plain.tokens, drafted.tokens)
     assert plain.finish_reason == drafted.finish_reason

@@ -31,7 +31,7 @@ def sampling(rows, **settings):
   }
   values = {**defaults, **settings}
   kinds: dict[str, Any] = dict.fromkeys(('top_k', 'budget', 'draft'), np.int32)
-  arrays = {
+  arrays: dict[str, Any] = {
     name: jnp.asarray(np.broadcast_to(value, rows), kinds.get(name, np.float32))
     for name, value in values.items()
   }
