@@ -88,7 +88,7 @@ def greedy(
   """Down the most likely tokens, the lowest id on ties."""
   best = jnp.argmax(logits, -1).astype(jnp.int32)
   broken = ~jnp.isfinite(jnp.max(logits, -1))
-  ok = _parents(jnp.where(broken, -1, best), block) == tokens_BN
+  ok = cache.pick(jnp.where(broken, -1, best), block.parents) == tokens_BN
   row = block.down(ok & ok_BN)
   failed = verify.pick(broken.astype(jnp.int32), row) > 0
   return row, Verdict(verify.pick(block.depth, row), verify.pick(best, row), failed)
@@ -117,7 +117,6 @@ def rejection(
   N = tokens_BN.shape[1]
   u_BN = verify.uniform(seed_B, round_B, p[:, 1:, 0])
   ids = jnp.arange(p.shape[-1])[None]
-  sound_BR = verify.sound(p)
 
   def judge(n, carry):
     row, rest = carry
@@ -145,7 +144,7 @@ def rejection(
   row, rest = jax.lax.fori_loop(0, N, judge, start)
   key = verify.keys(seed_B, round_B, verify.CORRECT, 1)
   after = verify.draw(key, rest[:, None])[:, 0]
-  failed = verify.pick((~sound_BR).astype(jnp.int32), row) > 0
+  failed = verify.pick((~verify.sound(p)).astype(jnp.int32), row) > 0
   return row, Verdict(verify.pick(block.depth, row), after, failed)
 
 
@@ -155,7 +154,7 @@ def sample_and_match(
   """Draws the token after every row from p and goes down while a child is the same."""
   drawn = verify.draw(verify.keys(seed_B, round_B, verify.CORRECT, p.shape[1]), p)
   sound = verify.sound(p)
-  ok = _parents(jnp.where(sound, drawn, -1), block) == tokens_BN
+  ok = cache.pick(jnp.where(sound, drawn, -1), block.parents) == tokens_BN
   row = block.down(ok & ok_BN)
   failed = verify.pick((~sound).astype(jnp.int32), row) > 0
   return row, Verdict(verify.pick(block.depth, row), verify.pick(drawn, row), failed)
@@ -174,9 +173,8 @@ def typical(
   log = jnp.log(jnp.where(p > 0, p, 1))
   entropy = -jnp.sum(p * log, -1)
   least = jnp.minimum(0.09, 0.3 * jnp.exp(-entropy))
-  hit = tokens_BN[..., None] == jnp.arange(p.shape[-1])[None, None]
-  p_x = jnp.sum(jnp.where(hit, cache.pick(p, block.parents), 0), -1)
-  ok = ok_BN & (p_x > _parents(least, block))
+  p_x = verify.lookup(cache.pick(p, block.parents), tokens_BN)
+  ok = ok_BN & (p_x > cache.pick(least, block.parents))
   log_x = jnp.log(jnp.where(ok, p_x, 1))
   log_x = jnp.pad(log_x, ((0, 0), (1, 0)))
   score = jnp.sum(jnp.where(block.seen, cache.whole(log_x)[:, None], 0), -1)
@@ -185,13 +183,6 @@ def typical(
   key = verify.keys(seed_B, round_B, verify.CORRECT, 1)
   after = verify.draw(key, whole[:, None])[:, 0]
   return row, Verdict(verify.pick(block.depth, row), after, ~verify.sound(whole))
-
-
-def _parents(x_BR: Array, block: Block) -> Array:
-  """x of each node's parent."""
-  rows = jnp.arange(x_BR.shape[1])[None, None]
-  here = block.parents[:, :, None] == rows
-  return jnp.sum(jnp.where(here, x_BR[:, None], 0), -1, dtype=x_BR.dtype)
 
 
 RULES = {

@@ -268,10 +268,9 @@ def _round(
     path = block.path(row, most + 1)
     logits = cache.pick(logits, path)
     out = jax.tree.map(lambda rows: cache.pick(rows, path), out)
-    windows = [model.trunk.config.window(n) for n in range(len(caches))]
     caches = [
-      cache.move(own, start, path, window)
-      for own, window in zip(caches, windows, strict=True)
+      cache.move(own, start, path, model.trunk.config.window(n))
+      for n, own in enumerate(caches)
     ]
     drafted = cache.pick(drafted, jnp.maximum(path[:, 1:] - 1, 0))
     nodes = jnp.sum(block.proposed(count), 1)
@@ -353,8 +352,7 @@ def _commit(
   )
   reason = jnp.where(failed, FAILED, reason)
   reason = jnp.where(who & (first < count), STOP, reason)
-  picked = emitted[..., None] == jnp.arange(logits.shape[-1])[None, None]
-  score = jnp.sum(jnp.where(picked, logits, 0), -1) - jax.nn.logsumexp(logits, -1)
+  score = verify.lookup(logits, emitted) - jax.nn.logsumexp(logits, -1)
 
   if sampling.strings is not None:
     kept = jnp.arange(N + 1)[None] == count[:, None]

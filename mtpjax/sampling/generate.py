@@ -91,8 +91,9 @@ class Decoder:
       fix = 'use a share of a pass, 0.1 or so, or None'
       raise ConfigError('draft_cost', draft_cost, 'is no cost', fix)
     self.draft_cost = draft_cost
-    self.vocab: int = _vocab(graphdef, params)
     model = nnx.merge(graphdef, params)
+    assert model.trunk.config.vocab is not None
+    self.vocab: int = model.trunk.config.vocab
     self.draft = _draft(model, draft)
     self.tree = self._shape(rule, tree, _most(model, draft))
     if draft_cost is not None and self.tree:
@@ -100,7 +101,7 @@ class Decoder:
       problem = 'means nothing where drafts branch, or are judged as a tree'
       raise ConfigError('draft_cost', draft_cost, problem, fix)
     self.draft = self.tree.depth if self.tree else self.draft
-    learned = nnx.merge(graphdef, params).trunk.config.learned_positions
+    learned = model.trunk.config.learned_positions
     self.longest = longest if learned is None else min(longest, learned)
     self.rule, self.chunk, self.cache = rule, chunk, cache
     self.tokenizer = tokenizer
@@ -346,16 +347,16 @@ class Decoder:
       began = time.monotonic()
       plan = engine.Plan(
         self.draft,
-        job.sizes[1],
-        self.chunk,
-        self.rule,
-        self.cache,
-        self.tree,
-        self.draft_cost,
-        job.samples,
+        slots=job.sizes[1],
+        chunk=self.chunk,
+        rule=self.rule,
+        cache=self.cache,
+        tree=self.tree,
+        draft_cost=self.draft_cost,
+        samples=job.samples,
       )
       if what == 'throughput':
-        side = job.sizes[0] // math.prod(self._mesh.shape[axis] for axis in mesh.BATCH)
+        side = job.sizes[0] // len(job.counts)
         group = max(1, side // job.samples // 8)
         call = functools.partial(queue.run, batch=job.sizes[0], group=group)
       else:
@@ -445,9 +446,3 @@ def _draft(model: Any, wanted: int | None) -> int:
       f'use 0 … {part.max_draft}',
     )
   return wanted
-
-
-def _vocab(graphdef: Any, params: Any) -> int:
-  vocab = nnx.merge(graphdef, params).trunk.config.vocab
-  assert vocab is not None
-  return vocab
