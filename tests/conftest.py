@@ -14,6 +14,8 @@ os.environ['XLA_FLAGS'] = (
 os.environ.setdefault('MPLBACKEND', 'agg')
 
 import jax
+import pytest
+from jaxtyping import config as jaxtyping_config
 from jaxtyping import install_import_hook
 
 pytest_plugins = ['runs', 'stored', 'updates']  # their fixtures
@@ -31,3 +33,11 @@ with install_import_hook('mtpjax', 'beartype.beartype'):
 
   for module in pkgutil.walk_packages(mtpjax.__path__, 'mtpjax.'):
     importlib.import_module(module.name)
+
+
+@pytest.fixture
+def unchecked():
+  """Types as a user may get them wrong: the tests' own checks would come first."""
+  jaxtyping_config.update('jaxtyping_disable', True)
+  yield
+  jaxtyping_config.update('jaxtyping_disable', False)

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from mtpjax import losses, mesh, model
-from mtpjax.drafters import base
+from mtpjax.drafters import base, parallel, residual, sequential
 from mtpjax.models import cache, trunk
 from mtpjax.models.attention import Rows
 from mtpjax.sampling import drafting
@@ -27,6 +27,21 @@ SIZES: dict[str, Any] = {
   'ffn': 32,
 }
 TURNS = 128  # rounds that a script is written for
+DRAFTERS = {
+  'depth': sequential.Config(depth=3),
+  'depth, unshared': sequential.Config(depth=3, share=False, chain_norm='pre'),
+  'depth, trunk hidden': sequential.Config(depth=3, hidden_source='trunk'),
+  'rows': sequential.Config(depth=3, attend='rows', zero_first_embedding=True),
+  'rows, trunk hidden': sequential.Config(
+    depth=3, attend='rows', hidden_source='trunk', hidden_norm='pre'
+  ),
+  'parallel': parallel.Config(depth=3),
+  'parallel, linear': parallel.Config(depth=3, form='linear'),
+  'parallel, causal': parallel.Config(depth=3, form='causal'),
+  'parallel, anticausal': parallel.Config(depth=3, form='anticausal'),
+  'residual': residual.Config(depth=3, own_head=True),
+  'residual, medusa': residual.Config(depth=3, form='medusa', layers=2),
+}
 
 
 @dataclasses.dataclass

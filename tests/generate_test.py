@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 from decoding import Forcing, V, build, on_mesh, plainly, row, score, scripted
-from jaxtyping import config as jaxtyping_config
 
 from mtpjax import mesh
 from mtpjax.drafters import parallel, residual, sequential
@@ -370,14 +369,6 @@ def plain():
   """A Decoder without a drafter."""
   with on_mesh(fsdp=1):
     return generate.Decoder(*build(), longest=100)
-
-
-@pytest.fixture
-def unchecked():
-  """Types as a user may get them wrong: the tests' own checks would come first."""
-  jaxtyping_config.update('jaxtyping_disable', True)
-  yield
-  jaxtyping_config.update('jaxtyping_disable', False)
 
 
 @pytest.mark.parametrize(

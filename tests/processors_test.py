@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from decoding import V, build, on_mesh, row, score
-from jaxtyping import config as jaxtyping_config
 from table_test import KINDS, NAMES, TABLE, decoder, p_value
 
 from mtpjax import mesh
@@ -262,14 +261,6 @@ def test_where_every_token_is_banned_a_row_fails_alone(natural):
 
 
 # ------------------------------------------------------------ what cannot be honoured
-
-
-@pytest.fixture
-def unchecked():
-  """Types as a user may get them wrong."""
-  jaxtyping_config.update('jaxtyping_disable', True)
-  yield
-  jaxtyping_config.update('jaxtyping_disable', False)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import TURNS, Forcing, V, build, on_mesh, plainly, scripted
+from decoding import DRAFTERS, TURNS, Forcing, V, build, on_mesh, plainly, scripted
 from flax import nnx
 
 from mtpjax import mesh
-from mtpjax.drafters import parallel, residual, sequential
 from mtpjax.models import cache
 from mtpjax.sampling import engine, filters
 
@@ -23,21 +22,6 @@ LENGTHS = np.array([1, 3, 8, 8], np.int32)
 PLAN = engine.Plan(draft=K, slots=SLOTS, chunk=4)
 FRESH = dataclasses.replace(PLAN, chunk=SLOTS)  # all at once: no ring ever wraps
 
-DRAFTERS = {
-  'depth': sequential.Config(depth=K),
-  'depth, unshared': sequential.Config(depth=K, share=False, chain_norm='pre'),
-  'depth, trunk hidden': sequential.Config(depth=K, hidden_source='trunk'),
-  'rows': sequential.Config(depth=K, attend='rows', zero_first_embedding=True),
-  'rows, trunk hidden': sequential.Config(
-    depth=K, attend='rows', hidden_source='trunk', hidden_norm='pre'
-  ),
-  'parallel': parallel.Config(depth=K),
-  'parallel, linear': parallel.Config(depth=K, form='linear'),
-  'parallel, causal': parallel.Config(depth=K, form='causal'),
-  'parallel, anticausal': parallel.Config(depth=K, form='anticausal'),
-  'residual': residual.Config(depth=K, own_head=True),
-  'residual, medusa': residual.Config(depth=K, form='medusa', layers=2),
-}
 # Right drafts of each row, by round.
 PATTERNS = np.stack(
   [

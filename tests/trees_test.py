@@ -9,32 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import V, build, on_mesh, plainly
+from decoding import DRAFTERS, Scripted, V, build, on_mesh, plainly
 from flax import nnx
 
 from mtpjax import mesh
-from mtpjax.drafters import base, parallel, residual, sequential
 from mtpjax.fields import ConfigError
 from mtpjax.models import cache
 from mtpjax.sampling import drafting, engine, filters, judging, trees
 from mtpjax.sampling.filters import Settings
 from mtpjax.sampling.generate import Decoder
 
-K = 3
+K = 3  # of the drafters
 RAGGED = trees.Tree((-1, -1, -1, 0, 0, 2, 3, 3, 5))
 DYNAMIC = trees.Dynamic(width=3, nodes=7, depth=K)
-DRAFTERS = {
-  'depth': sequential.Config(depth=K),
-  'depth, unshared': sequential.Config(depth=K, share=False, chain_norm='pre'),
-  'depth, trunk hidden': sequential.Config(depth=K, hidden_source='trunk'),
-  'rows': sequential.Config(depth=K, attend='rows', zero_first_embedding=True),
-  'rows, trunk hidden': sequential.Config(
-    depth=K, attend='rows', hidden_source='trunk', hidden_norm='pre'
-  ),
-  'parallel': parallel.Config(depth=K),
-  'parallel, linear': parallel.Config(depth=K, form='linear'),
-  'residual': residual.Config(depth=K, own_head=True),
-}
 
 
 # --- Shapes
@@ -129,18 +116,6 @@ class Noted:
     return self.choose.draft(levels)
 
 
-class Along(drafting.Likeliest):
-  """A chain of given tokens [B, K]."""
-
-  def __init__(self, tokens):
-    self.tokens, self.seen = tokens, []
-
-  def __call__(self, logits_BMV, k, above):
-    self.seen.append(cache.whole(logits_BMV)[:, 0, :V])
-    token = cache.whole(self.tokens[:, k : k + 1])
-    return base.Level(token, jnp.zeros_like(token))
-
-
 @pytest.mark.parametrize(
   'name, windows, axes',
   [
@@ -188,7 +163,7 @@ def test_every_path_is_drafted_as_a_chain_of_its_tokens(name, windows, axes):
         while RAGGED.parents[path[0]] >= 0:
           path.insert(0, RAGGED.parents[path[0]])
         path += [path[-1]] * (K - len(path))
-        along = Along(jnp.stack([tree.tokens[:, n] for n in path], 1))
+        along = Scripted(jnp.stack([tree.tokens[:, n] for n in path], 1))
         propose(along)
         chains[tuple(path)] = along.seen
       return tree, noted.seen, chains
@@ -246,7 +221,9 @@ def test_rounds_of_trees_leave_what_a_fresh_prefill_gives(name, windows, tree, a
   state that never saw a draft."""
   new, slots = 24, 40
   with on_mesh(**{'fsdp': 1, **axes}):
-    graphdef, params = build(DRAFTERS[name], windows=windows)
+    # Anticausal heads each read a layer of their own.
+    layers = K + 1 if name == 'parallel, anticausal' else 2
+    graphdef, params = build(DRAFTERS[name], windows=windows, layers=layers)
     lengths = np.array([1, 3, 8, 8], np.int32)
     prompts = np.random.default_rng(0).integers(0, V, (4, 8)).astype(np.int32)
     text, _, _ = plainly(graphdef, params, prompts, lengths, new)
