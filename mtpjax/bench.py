@@ -189,7 +189,11 @@ def main(config: configs.Config) -> int:
       compiled = compilations(decoders)  # what only measuring needs among it
   late = len(compilations(decoders)) - len(compiled)
 
-  rows = verdict.figures(*records.values())
+  order = list(decoders)  # as the flags have it
+  rows = sorted(
+    verdict.figures(*records.values()),
+    key=lambda own: order.index(Variant(own['draft'], own['rule'], own['batch'])),
+  )
   verdicts = [verdict.judge(group) for group in verdict.groups(rows)]
   terminal.say(
     '\n'.join(
